@@ -133,7 +133,7 @@ class DraftCase:
     def with_step(self, states: LayerStates, integers: list[Tensor]) -> LayerStates:
         starts, context, places, accepted, drafted, to, after = (each.to(states.conv.device) for each in integers)
         assert states.drafts is not None
-        drafts = states.drafts._replace(places=places, accepted=accepted, counts=drafted)
+        drafts = states.drafts._replace(draft_slots=places, accepted=accepted, counts=drafted)
         metadata = AttentionMetadata(starts, starts, starts, context, starts)
         return states._replace(metadata=metadata, saves=StateSaves(to, after), drafts=drafts)
 

@@ -20,15 +20,15 @@ from emberline.engine.ranks.boot import check_same_model
 from emberline.engine.ranks.control import AllocateCaches
 from emberline.engine.ranks.device_boot import allocate_leader, make_device_engine, plan_device_caches
 from emberline.engine.ranks.device_follower import DeviceFollower
-from emberline.engine.ranks.device_part import DeviceConnections, DevicePart
-from emberline.engine.ranks.device_rank import allocate_part, make_part_transfers
+from emberline.engine.ranks.device_rank import allocate_rank_caches, make_rank_transfers
+from emberline.engine.ranks.device_rank_model import DeviceConnections, DeviceRankModel
 from emberline.engine.ranks.device_region import allocate_transfer_slots
 from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
 from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.ranks.rank_model import ConnectRanksFunction
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.thread_group import ThreadGroup
 from emberline.models.config import ModelConfig
@@ -42,14 +42,14 @@ from emberline.models.weights import Weights
 DEVICE_BYTES = 16 << 30  # memory of a simulated GPU
 
 
-def load_host_part(
+def load_host_rank_model(
     config: EngineConfig,
     layout: Layout,
     rank: int,
     connect: ConnectRanksFunction,
     device_memory: tuple[int, int] = (DEVICE_BYTES, 0),
-) -> DevicePart:
-    """Return a rank's part of a model on the CPU. Its weights are loaded, unlike those of DevicePart.load.
+) -> DeviceRankModel:
+    """Return a rank's part of a model on the CPU. Its weights are loaded, unlike those of DeviceRankModel.load.
 
     The experts of a layer are stacked, as on a GPU, if they may move."""
     connections = DeviceConnections.connect(layout, rank, connect)
@@ -64,8 +64,8 @@ def load_host_part(
     if rank == layout.leader:
         draft = load_draft_model_of_ranks(config, checkpoint, model, lambda source: Weights(source, model.dtype))
     args = model, Weights(checkpoint), config, HostDevice(), device_memory
-    planned = PlannedModel.of(*args, draft=draft, stage=stage)
-    return DevicePart(planned, None, stage, connections, model.fingerprint)
+    planned = PlannedModel.from_model(*args, draft=draft, stage=stage)
+    return DeviceRankModel(planned, None, stage, connections, model.fingerprint)
 
 
 class StackingWeights(Weights):
@@ -91,7 +91,9 @@ class DeviceThreadRanks(ThreadRanks):
         self._queues: dict[int, SimpleQueue[bytes | None]] = {rank: SimpleQueue() for rank in layout.followers}
         self._pool = ThreadPoolExecutor(layout.num_ranks)
         self.parts = parts = list(
-            self._pool.map(lambda rank: load_host_part(config, layout, rank, self._connect), range(layout.num_ranks))
+            self._pool.map(
+                lambda rank: load_host_rank_model(config, layout, rank, self._connect), range(layout.num_ranks)
+            )
         )
         described = {rank: part.describe() for rank, part in enumerate(parts)}
         check_same_model(described, layout)
@@ -108,7 +110,9 @@ class DeviceThreadRanks(ThreadRanks):
         self._num_copied, self._num_finished = dict.fromkeys(layout.followers, 0), 0
         self._reports: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in layout.followers}
         self._runs: list[Future[None]] = [
-            self._pool.submit(self._follow, rank, message, allocate_part(parts[rank], message, rank, self.memory))
+            self._pool.submit(
+                self._follow, rank, message, allocate_rank_caches(parts[rank], message, rank, self.memory)
+            )
             for rank in layout.followers
         ]
 
@@ -117,7 +121,7 @@ class DeviceThreadRanks(ThreadRanks):
             self._num_copied[rank] += 1
 
         part, queue = self.parts[rank], self._queues[rank]
-        transfers = make_part_transfers(part, sizes, rank, self.layout.num_ranks, self.memory, self._abort)
+        transfers = make_rank_transfers(part, sizes, rank, self.layout.num_ranks, self.memory, self._abort)
         report = self._reports[rank].put
         follower = DeviceFollower(part.runner, self.layout.pp, buffers, count_copies, transfers, report)
         try:

@@ -225,7 +225,11 @@ def check_dispatch(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int,
     experts = StackedExperts(gate_up, down)
     router = PackedWeight((make(count, hidden) / 4).to(dtype).to(device), count, hidden, dtype, WeightLayout.ROWS)
     mixture = Mixture(
-        torch.ones(hidden, device=device), 1e-6, router, experts, Routing(2, renormalize=True, own=range(3, 6))
+        torch.ones(hidden, device=device),
+        1e-6,
+        router,
+        experts,
+        Routing(2, renormalize=True, local_experts=range(3, 6)),
     )
     x = make(rows, hidden).to(dtype).to(device)
     data = router.data.float().cpu()
@@ -236,6 +240,6 @@ def check_dispatch(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int,
     assert torch.equal(found.numbers.cpu(), expected.numbers) and found.numbers.dtype == torch.int32
     assert torch.allclose(found.weights.cpu(), expected.weights, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
     numbers = torch.arange(rows, dtype=torch.int32, device=device) % own
-    outputs = layer.run_given(found.normed, numbers, mixture).float().cpu()
+    outputs = layer.run_assigned_experts(found.normed, numbers, mixture).float().cpu()
     whole = reference.run_experts(found.normed.float().cpu(), numbers.cpu(), wide)
     assert torch.allclose(outputs, whole, atol=0.03 * float(whole.abs().max()))

@@ -19,7 +19,7 @@ def simulate_gpus(set_attribute: Any) -> None:
 
     from emberline.core.gpu_kernels import GPUKernels
     from emberline.engine.gpu.device import HostDevice
-    from emberline.engine.ranks import device_boot, device_draft_model, device_part
+    from emberline.engine.ranks import device_boot, device_draft_model, device_rank_model
     from emberline.kernels import gpu_choice
     from emberline.models.weights import Weights
 
@@ -29,10 +29,10 @@ def simulate_gpus(set_attribute: Any) -> None:
     def open_draft_weights(settings: Any, target: Any, device: Any, checkpoint: Any, *, packed: bool) -> Weights:
         return Weights(checkpoint, target.dtype)
 
-    set_attribute(device_part, "CudaDevice", lambda kernels: HostDevice())
-    set_attribute(device_part, "measure_memory", lambda device: (8 << 30, 0))
-    set_attribute(device_part, "connect_devices", lambda device, config, size, host, senders: host)
-    set_attribute(device_part, "open_device_weights", open_weights)
+    set_attribute(device_rank_model, "CudaDevice", lambda kernels: HostDevice())
+    set_attribute(device_rank_model, "measure_memory", lambda device: (8 << 30, 0))
+    set_attribute(device_rank_model, "connect_devices", lambda device, config, size, host, senders: host)
+    set_attribute(device_rank_model, "open_device_weights", open_weights)
     set_attribute(device_draft_model, "open_draft_weights", open_draft_weights)
     set_attribute(device_boot.gc, "freeze", lambda: None)
     set_attribute(torch.cuda, "device_count", lambda: 4)

@@ -44,6 +44,6 @@ def move_all(engine: Engine, runner: DeviceLeaderRunner, rows: Sequence[int] = (
     for network in runner.model.movable_layers.values():
         assert network.movable is not None
         if rows:
-            network.movable.load.recent[:] = torch.tensor(rows).numpy()
+            network.movable.expert_row_counts.recent[:] = torch.tensor(rows).numpy()
     for _ in runner.model.movable_layers:
         assert runner.prepare_next()

@@ -12,7 +12,7 @@ from torch import Tensor
 from emberline.kernels import ops, portable_backend
 from emberline.kernels.comm import communicator
 from emberline.kernels.cuda import driver, expert_layer, fp8, hopper_backend, narrow_layout, uw12, wide
-from emberline.kernels.narrow_size import count_packed_bytes
+from emberline.kernels.four_bit_size import count_packed_bytes
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.portable_backend import PortableBackend
 from emberline.kernels.quantised_matrix import QuantisedMatrix
@@ -71,7 +71,7 @@ def make_weight(backend: PortableBackend, form: Form, n: int, k: int, *, gated: 
         size = count_packed_bytes("int4", n, k, BLOCK)
         units = -(-k // narrow_layout.UNIT_COLUMNS)
         data = _make(1, n // 64, units, 4, size // (n // 16 * units), dtype=torch.uint8)
-        made = narrow_layout.NarrowWeight(data, "Int4<1, false>", n, k, 1.0, None, None, gated)
+        made = narrow_layout.FourBitWeight(data, "Int4<1, false>", n, k, 1.0, None, None, gated)
         return PackedWeight(data, n, k, torch.bfloat16, WeightLayout.QUANTISED, gated, handle=made)
     matrix = describe(form, n, k)
     return fp8.pack(matrix, gated=gated) if _has_fp8(backend, form) else backend.pack_quantised(matrix, gated=gated)  # type: ignore[return-value]

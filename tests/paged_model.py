@@ -64,7 +64,7 @@ class Cache:
             slots = torch.tensor([b + 1 for b in batch], dtype=torch.int32)
             f = replace(
                 f,
-                places=self.groups.places,
+                layer_positions=self.groups.layer_positions,
                 conv_states=self.states.conv,
                 matrix_states=self.states.matrices,
                 state_slots=slots,

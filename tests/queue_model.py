@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from emberline.autoscaler.observation import PoolObservation
-from emberline.autoscaler.policy import PolicyState, decide
+from emberline.autoscaler.policy import PolicyState, decide_scaling
 from emberline.autoscaler.settings import AutoscalerSettings
 
 
@@ -52,7 +52,7 @@ class QueueModel:
         slo = self.settings.slo
         met = seen.ttft_s is None or (seen.ttft_s <= slo.ttft_p90 and (seen.itl_s or 0.0) <= slo.itl_p90)
         self.history.append((self.now, self.ready + len(self.starting), met))
-        decision = decide({"both": seen}, self.state, self.now, self.settings)
+        decision = decide_scaling({"both": seen}, self.state, self.now, self.settings)
         self.state = decision.state
         desired = decision.desired["both"]
         missing = desired - self.ready - len(self.starting)

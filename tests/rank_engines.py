@@ -29,7 +29,7 @@ from emberline.engine.ranks.copy_codec import is_copies
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_loop import compute_step, make_copies
-from emberline.engine.ranks.rank_part import RankPart
+from emberline.engine.ranks.rank_model import RankModel
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.communicator import Communicator
@@ -50,13 +50,13 @@ class ThreadRanks:
         `max_blocks`: of the KV cache, for the first group of layers, and for each other group; None: no limit but that
         of the settings."""
         self._store_fd = os.memfd_create("rendezvous") if over_gloo else None
-        self.layout = Layout.of(config.parallel)
+        self.layout = Layout.from_config(config.parallel)
         self._groups: dict[str, ThreadGroup] = {}
         self._lock = threading.Lock()
         self._queues: dict[int, SimpleQueue[bytes | None]] = {rank: SimpleQueue() for rank in self.layout.followers}
         self._pool = ThreadPoolExecutor(self.layout.num_ranks)
         ranks = range(self.layout.num_ranks)
-        parts = list(self._pool.map(lambda rank: RankPart.load(config, self.layout, rank, self._connect), ranks))
+        parts = list(self._pool.map(lambda rank: RankModel.load(config, self.layout, rank, self._connect), ranks))
         described = {rank: part.describe() for rank, part in enumerate(parts)}
         check_same_model(described, self.layout)
         self.parts = parts
@@ -86,7 +86,7 @@ class ThreadRanks:
             group = self._groups.setdefault(name, ThreadGroup(size))
         return group.communicators[rank]
 
-    def _run(self, queue: SimpleQueue[bytes | None], part: RankPart, rank: int) -> None:
+    def _run(self, queue: SimpleQueue[bytes | None], part: RankModel, rank: int) -> None:
         decoder = WorkDecoder(self.layout.pp)
         try:
             while (message := queue.get()) is not None:
@@ -125,7 +125,7 @@ class ThreadRanks:
     def check(self) -> None:
         """Nothing can be lost between steps."""
 
-    def explain(self, reason: BaseException) -> EmberlineError:
+    def end_with_error(self, reason: BaseException) -> EmberlineError:
         self.close()
         return reason if isinstance(reason, EngineFailed) else EngineFailed(f"a step failed: {reason!r}")
 

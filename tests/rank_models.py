@@ -24,7 +24,7 @@ from emberline.models.decoder import DecoderModel
 from emberline.models.shard import Shard
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_form import WeightForm
-from emberline.models.weights import StackPart, Weights
+from emberline.models.weights import StackSource, Weights
 
 CONTEXT = 64
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -120,9 +120,9 @@ def finish_load(weights: Weights) -> DecoderModel:
     return model
 
 
-def whole_part(name: str, shape: tuple[int, ...]) -> StackPart:
+def whole_part(name: str, shape: tuple[int, ...]) -> StackSource:
     """Return a tensor as the only part of a stacked one."""
-    return StackPart(name, shape, lambda whole: whole)
+    return StackSource(name, shape, lambda whole: whole)
 
 
 TOKENS = prompts(17, 9)

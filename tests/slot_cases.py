@@ -17,13 +17,13 @@ from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.reference import ReferenceBackend
 from emberline.kernels.triton.exact_sums import sum_exactly
 from emberline.kernels.triton.slotted_rows import select_slots
-from emberline.models.expert_placement import EMPTY, Placement, list_slots, place_in_order
+from emberline.models.expert_placement import EMPTY_SLOT, Placement, list_slots, place_in_order
 
 EXPERTS, GROUPS, PLACES = 6, 2, 5
 PLACEMENTS: tuple[Placement, ...] = (
     place_in_order(EXPERTS, GROUPS, PLACES),
-    ((5, 1, EMPTY, 3, 0), (0, 4, 5, 2, 3)),
-    ((0, 1, 2, 3, 4), (3, 4, 5, 0, EMPTY)),
+    ((5, 1, EMPTY_SLOT, 3, 0), (0, 4, 5, 2, 3)),
+    ((0, 1, 2, 3, 4), (3, 4, 5, 0, EMPTY_SLOT)),
 )
 
 
@@ -35,7 +35,7 @@ def check_selected_slots(device: str, name: str, rows: int, tile_rows: int, *, p
     own = [experts[: case.experts // 2], experts[case.experts // 2 :]]
     places = len(own[1]) + 2
     spare: Placement = tuple(
-        (*each, *[EMPTY] * (places - len(each) - 1), other[0]) for each, other in zip(own, own[::-1], strict=True)
+        (*each, *[EMPTY_SLOT] * (places - len(each) - 1), other[0]) for each, other in zip(own, own[::-1], strict=True)
     )
     found: list[tuple[int, int]] = []
     for group in range(2):
@@ -54,7 +54,7 @@ def check_selected_slots(device: str, name: str, rows: int, tile_rows: int, *, p
         )
         order = tiles.order.cpu().view(-1, tile_rows)
         for tile in range(int(tiles.num_tiles)):
-            slot = int(tiles.tile_experts[tile]) + slots.own.start
+            slot = int(tiles.tile_experts[tile]) + slots.local_slots.start
             found += [(slot, at) for at in order[tile, : int(tiles.tile_counts[tile])].tolist()]
     assert sorted(found) == sorted((slot, at) for at, slot in enumerate(wanted.flatten().tolist()))
 
@@ -97,12 +97,12 @@ def check_own_sums(device: str, dtype: torch.dtype, rows: int, sizes: tuple[int,
             slots.assign(list_slots(placement, EXPERTS))
             experts = StackedExperts(
                 *(
-                    torch.stack([each[max(0, e)] * (1 if e != EMPTY else torch.nan) for e in placement[group]])
+                    torch.stack([each[max(0, e)] * (1 if e != EMPTY_SLOT else torch.nan) for e in placement[group]])
                     for each in (gate_up, down)
                 )
             )
             mixture = Mixture(torch.ones(hidden, device=device), 1e-6, router, experts, rules, slots=slots)
-            found = layer.sum_own(x, mixture)
+            found = layer.sum_local(x, mixture)
             total += found.sums.cpu()
             assert found.slots.shape == (rows, 2)
         totals.append(total)

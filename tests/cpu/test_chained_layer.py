@@ -18,7 +18,7 @@ from emberline.kernels import backend
 from emberline.kernels.arguments import LayerProducts, LinearOutput
 from emberline.kernels.cuda import chain
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
-from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.narrow_layout import FourBitWeight
 from emberline.kernels.reference import ReferenceBackend
 from emberline.models.chained_layer import ChainedLayer
 from emberline.models.loader import load_decoder
@@ -62,7 +62,7 @@ def test_layers_with_something_between_their_products(name: str, is_chained: boo
         family, config = family_cases.WIDE_CONFIGS[name]
         tiny.write_tensors(tmp_path, config, family.tensors(config))
     for layer in load_decoder(tmp_path, "float32").layers:
-        assert (ChainedLayer.of(layer.attention, layer.ffn) is not None) == is_chained
+        assert (ChainedLayer.make_if_supported(layer.attention, layer.ffn) is not None) == is_chained
 
 
 LLAMA_8B = ((4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096))
@@ -70,9 +70,9 @@ LLAMA_70B = ((8192, 8192), (57344, 8192), (8192, 28672), (10240, 8192))
 SHAPES = [LLAMA_8B, LLAMA_70B, ((1024, 2048), (6144, 1024), (1024, 3072), (4096, 1024))]  # the last: Qwen3 0.6B
 
 
-def make_weight(n: int, k: int, columns: Tensor | None = None) -> NarrowWeight:
+def make_weight(n: int, k: int, columns: Tensor | None = None) -> FourBitWeight:
     data = torch.empty(1, n // 64, k // 128, 4, 1056, dtype=torch.uint8, device="meta")
-    return NarrowWeight(data, "Int4<1, false>", n, k, 1.0, None, columns)
+    return FourBitWeight(data, "Int4<1, false>", n, k, 1.0, None, columns)
 
 
 @pytest.mark.parametrize("shapes", SHAPES)

@@ -40,10 +40,10 @@ def read_bytes(chunk: FileChunk) -> bytes:
 
 def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
-    while (chunk := reader.take(20)) is not None:
+    while (chunk := reader.next_chunk(20)) is not None:
         assert (chunk.file.name, chunk.offset) not in found, "read twice"
         found[chunk.file.name, chunk.offset] = read_bytes(chunk)
-        reader.give_back(chunk)
+        reader.release_chunk(chunk)
     return found
 
 
@@ -76,7 +76,7 @@ def test_reads_every_byte_once(chunk_bytes: int, ahead: int, threads: int, tmp_p
     paths = [tmp_path / name for name in files]
     with ChildProcessReader.spawn(paths, chunk_bytes=chunk_bytes, read_ahead_bytes=ahead, threads=threads) as reader:
         found = take_all_chunks(reader)
-        assert reader.take() is None and reader.is_ready()
+        assert reader.next_chunk() is None and reader.is_ready()
         assert reader.stats.bytes == sum(sizes) and reader.stats.seconds > 0
         reader.close()
         reader.close()
@@ -91,16 +91,16 @@ def test_child_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
     with ChildProcessReader.spawn(
         [tmp_path / "file"], chunk_bytes=4096, read_ahead_bytes=3 * 4096, threads=2
     ) as reader:
-        held = [reader.take(20) for _ in range(3)]
+        held = [reader.next_chunk(20) for _ in range(3)]
         time.sleep(0.2)
         assert reader.stats.bytes == 3 * 4096 and not reader.is_ready()
         with pytest.raises(ModelFileError, match="no data from the disk"):
-            reader.take(0.05)
+            reader.next_chunk(0.05)
         found = {}
         for chunk in held:
             assert chunk is not None
             found[chunk.offset] = read_bytes(chunk)
-            reader.give_back(chunk)
+            reader.release_chunk(chunk)
         found |= {offset: part for (_, offset), part in take_all_chunks(reader).items()}
     assert b"".join(found[offset] for offset in sorted(found)) == data
 
@@ -145,11 +145,11 @@ def test_child_errors_equal_those_of_threads(tmp_path: Path) -> None:
             take_all_chunks(reader)
         assert raised.value.hint == "download the file again"
         with pytest.raises(ModelFileError, match="ended at byte"):
-            reader.take(5)
+            reader.next_chunk(5)
     with ChildProcessReader.spawn([file], chunk_bytes=4096) as reader:
         file.unlink()
         with pytest.raises(ModelFileError, match=r"cannot read .*file: No such file"):
-            reader.take(20)
+            reader.next_chunk(20)
     with pytest.raises(ModelFileError, match="missing"):
         ChildProcessReader.spawn([tmp_path / "missing"])
 
@@ -157,15 +157,15 @@ def test_child_errors_equal_those_of_threads(tmp_path: Path) -> None:
 def test_killed_child_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
     with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096, read_ahead_bytes=4096) as reader:
-        chunk = reader.take(20)
+        chunk = reader.next_chunk(20)
         assert chunk is not None
         os.kill(reader.process.pid, signal.SIGKILL)
         reader.process.wait(10)
         with pytest.raises(ModelError, match="cannot copy weights"):
             read_bytes(chunk)
-        reader.give_back(chunk)
+        reader.release_chunk(chunk)
         with pytest.raises(ModelError, match="has ended"):
-            reader.take(20)
+            reader.next_chunk(20)
 
 
 def test_stopped_child_times_out(tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ def test_stopped_child_times_out(tmp_path: Path) -> None:
     with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096) as reader:
         os.kill(reader.process.pid, signal.SIGSTOP)
         with pytest.raises(ModelFileError, match="no data from the disk"):
-            reader.take(0.05)
+            reader.next_chunk(0.05)
     assert has_exited(reader.process.pid)
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit", "reader.take(20)"])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit", "reader.next_chunk(20)"])
 def test_child_exits_with_its_parent(end: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
     code = f"""

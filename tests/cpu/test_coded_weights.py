@@ -272,7 +272,7 @@ def test_pages_are_unpinned_after_damage(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_interrupt_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(write_tensors(tmp_path, MANY, dtype=BF16))
-    taken, take = [], FileReader.take
+    taken, take = [], FileReader.next_chunk
 
     def interrupt(self: FileReader, *arguments: Any) -> Any:
         taken.append(1)
@@ -280,7 +280,7 @@ def test_interrupt_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             raise KeyboardInterrupt
         return take(self, *arguments)
 
-    monkeypatch.setattr(FileReader, "take", interrupt)
+    monkeypatch.setattr(FileReader, "next_chunk", interrupt)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     load_all(placed, ModelConfig.from_hf(checkpoint.config))
     before = {t.name for t in threading.enumerate()}
@@ -399,9 +399,9 @@ def test_warm_up_while_loading(
     checkpoint = Checkpoint.open(write_tensors(tmp_path, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=kept)
     model = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
-    rank = RankRole.alone(model.config, LayerGroups.single(model.config.layers), 0)
+    rank = RankRole.single(model.config, LayerGroups.single(model.config.layers), 0)
     runner, seen = SimpleNamespace(model=model, rank=rank), list[DecoderModel]()
-    monkeypatch.setattr(boot, "compile_kernels", lambda runner, narrow, *, packed: 0.0)
+    monkeypatch.setattr(boot, "compile_kernels", lambda runner, quantised, *, packed: 0.0)
     monkeypatch.setattr(boot, "warm_up", lambda runner: seen.append(runner.model) or 1.5)
     seconds = boot._load_weights(placed, runner)  # type: ignore[arg-type]
     assert seconds["warm_up"] == 1.5 and seconds["decode_threads"] > 0

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
-from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_thread_engine
+from device_rank_engines import DeviceThreadRanks, load_host_rank_model, make_device_thread_engine
 from rank_models import HEADS
 from test_device_rank_engine import SETTINGS, build_config, collect, run_on_one_rank, run_on_ranks, submissions
 
@@ -26,7 +26,7 @@ from emberline.core.plan import WorkItem
 from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.engine import GrammarRunner
-from emberline.engine.gpu.own_rows import OwnRows
+from emberline.engine.gpu.data_parallel_rows import DataParallelRows
 from emberline.engine.gpu.shape import ShapeGrid, StepShape, max_step_rows
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.device_settings import check_device_settings
@@ -134,18 +134,18 @@ def test_planned_weights_of_a_rank_are_those_it_loads(name: str, tmp_path: Path)
         own = config.with_settings(**settings)
         layout = Layout.of_gpus(own.parallel)
         for rank in range(layout.num_ranks):
-            part = load_host_part(own, layout, rank, lambda name, rank, size: LoneRank(rank, size))
-            planned = memory.weight_bytes(part.planned.own_config, 4)
+            part = load_host_rank_model(own, layout, rank, lambda name, rank, size: LoneRank(rank, size))
+            planned = memory.weight_bytes(part.planned.rank_config, 4)
             assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01), (settings, rank)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_logits_are_found_in_the_order_of_requests(seed: int) -> None:
-    """`stage` is given random work of 3 homes; the rows of each rank are labelled with request and token."""
+    """`stage` is given random work of 3 DP ranks; the rows of each rank are labelled with request and token."""
     pick = random.Random(seed)
-    singles = [WorkItem(f"s{i}", 4, (1,) * pick.randint(1, 3), [], True, home=pick.randrange(3)) for i in range(6)]
+    singles = [WorkItem(f"s{i}", 4, (1,) * pick.randint(1, 3), [], True, dp_rank=pick.randrange(3)) for i in range(6)]
     chunks = [
-        WorkItem(f"c{i}", 0, (1,) * pick.randint(2, 5), [], i % 2 == 0, i == 3, home=pick.randrange(3))
+        WorkItem(f"c{i}", 0, (1,) * pick.randint(2, 5), [], i % 2 == 0, i == 3, dp_rank=pick.randrange(3))
         for i in range(5)
     ]
     expected = [(w.id, at) for w in singles for at in range(len(w.tokens))]
@@ -154,11 +154,13 @@ def test_logits_are_found_in_the_order_of_requests(seed: int) -> None:
     ]
     for shape in (None, StepShape(64, 8, 128)):
         for rank in range(3):
-            own_rows = OwnRows(LoneRank(rank, 3), max_step_rows(100))
-            exchanged = own_rows.stage(own_rows.divide(singles, chunks), shape, PlainStaging())  # type: ignore[arg-type]
+            data_parallel_rows = DataParallelRows(LoneRank(rank, 3), max_step_rows(100))
+            exchanged = data_parallel_rows.stage(data_parallel_rows.divide(singles, chunks), shape, PlainStaging())  # type: ignore[arg-type]
             labels: list[Any] = []
-            for home, count in enumerate(exchanged.logit_rows.counts):
-                own = [row for row in expected if next(w.home for w in (*singles, *chunks) if w.id == row[0]) == home]
+            for dp_rank, count in enumerate(exchanged.logit_rows.counts):
+                own = [
+                    row for row in expected if next(w.dp_rank for w in (*singles, *chunks) if w.id == row[0]) == dp_rank
+                ]
                 first = [row for row in own if row[0].startswith("s")]
                 padding = [None] * ((shape.singles if shape else len(first)) - len(first))
                 rows = [*first, *padding, *own[len(first) :]]
@@ -175,13 +177,13 @@ class PlainStaging:
 
 
 def test_the_busiest_rank_decides_the_shape() -> None:
-    own_rows, planner = OwnRows(LoneRank(1, 2), 128), NoLimits()
-    singles = [WorkItem(f"s{i}", 4, (1,), [], True, home=0) for i in range(5)]
-    chunks = [WorkItem(f"c{i}", 0, (1,) * 40, [], True, home=1) for i in range(3)]
+    data_parallel_rows, planner = DataParallelRows(LoneRank(1, 2), 128), NoLimits()
+    singles = [WorkItem(f"s{i}", 4, (1,), [], True, dp_rank=0) for i in range(5)]
+    chunks = [WorkItem(f"c{i}", 0, (1,) * 40, [], True, dp_rank=1) for i in range(3)]
     grid = ShapeGrid(128)
 
     def find(singles: list[WorkItem], chunks: list[WorkItem]) -> StepShape | None:
-        return own_rows.find_shape(own_rows.divide(singles, chunks), grid, 1, planner)  # type: ignore[arg-type]
+        return data_parallel_rows.find_shape(data_parallel_rows.divide(singles, chunks), grid, 1, planner)  # type: ignore[arg-type]
 
     assert find(singles, []) == StepShape(8, 0, 0) == find(singles[:2] + [replace_home(w) for w in singles], [])
     assert (
@@ -200,11 +202,11 @@ class NoLimits:
 
 
 def replace_home(work: WorkItem) -> WorkItem:
-    return WorkItem(work.id + "'", work.start, work.tokens, [], True, home=1 - work.home)
+    return WorkItem(work.id + "'", work.start, work.tokens, [], True, dp_rank=1 - work.dp_rank)
 
 
 def replace_scored(work: WorkItem) -> WorkItem:
-    return WorkItem(work.id, work.start, work.tokens, [], True, True, home=work.home)
+    return WorkItem(work.id, work.start, work.tokens, [], True, True, dp_rank=work.dp_rank)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
-from device_rank_engines import DeviceThreadRanks, load_host_part
+from device_rank_engines import DeviceThreadRanks, load_host_rank_model
 from engine_runs import run_engine
 from host_rank_process import COMMAND, FAILURE_FILE, simulate_gpus
 from mtp_head import add_tensors, make_counting_tensors
@@ -39,7 +39,7 @@ from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.rank_plan import plan_ranks
 from emberline.engine.ranks import device_boot
 from emberline.engine.ranks.device_draft_model import load_draft_model_on_gpu
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.device_settings import check_device_settings
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.layout import Layout
@@ -185,18 +185,18 @@ def test_all_ranks_prepare_the_same_steps(tmp_path: Path, draft_always: StartEng
     assert stats.accepted_tokens == stats.drafted_tokens > 20
 
 
-def load_parts(config: EngineConfig) -> list[DevicePart]:
+def load_rank_models(config: EngineConfig) -> list[DeviceRankModel]:
     def connect(name: str, rank: int, size: int) -> LoneRank:
         return LoneRank(rank, size)
 
-    return [load_host_part(config, Layout(2), rank, connect, (8 << 30, 0)) for rank in range(2)]
+    return [load_host_rank_model(config, Layout(2), rank, connect, (8 << 30, 0)) for rank in range(2)]
 
 
 def test_memory_of_a_draft_model_is_counted(tmp_path: Path) -> None:
     """It is the leader's: its weights, the embedding and output head that no rank has whole, and its KV blocks."""
     speculate = write_mtp(tmp_path)
     config = EngineConfig.build(str(tmp_path / "model"), **SETTINGS | {"kv_memory": None, "tp": 2})
-    plain, drafting = load_parts(config), load_parts(config.with_settings(speculate=speculate))
+    plain, drafting = load_rank_models(config), load_rank_models(config.with_settings(speculate=speculate))
     head = drafting[0].planned.draft
     assert isinstance(head, MTPHead) and drafting[1].planned.draft is None
     leader, other, bare = (part.describe() for part in (*drafting, plain[0]))
@@ -218,7 +218,7 @@ def test_planned_memory_is_that_of_a_loaded_draft_model(write: Callable[[Path], 
     settings = SETTINGS | {"kv_memory": None, "tp": 2, "speculate": speculate}
     config = EngineConfig.build(str(tmp_path / "model"), **settings)
     checkpoint = Checkpoint.open(tmp_path / "model")
-    model, planned = ModelConfig.from_checkpoint(checkpoint), load_parts(config)[0].planned
+    model, planned = ModelConfig.from_checkpoint(checkpoint), load_rank_models(config)[0].planned
     loaded = measure_draft_model(planned.draft)
     estimate = estimate_draft_memory(config, checkpoint, model, "float32")
     assert estimate == replace(loaded, weight_bytes=estimate.weight_bytes)
@@ -234,7 +234,7 @@ def test_a_gpu_loads_the_whole_embedding_for_a_head(write: Callable[[Path], str]
     """Its values come from the files of the target model, of which the rank itself has a half."""
     speculate = write(tmp_path)
     config = EngineConfig.build(str(tmp_path / "model"), **SETTINGS | {"tp": 2, "speculate": speculate})
-    planned = load_parts(config)[0].planned
+    planned = load_rank_models(config)[0].planned
     head = load_draft_model_on_gpu(
         config, Checkpoint.open(tmp_path / "model"), planned.model, HostDevice(), packed=False
     )

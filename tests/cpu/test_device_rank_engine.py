@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
-from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_thread_engine
+from device_rank_engines import DeviceThreadRanks, load_host_rank_model, make_device_thread_engine
 from engine_runs import run_engine
 from rank_models import HEADS, WRITERS
 
@@ -129,7 +129,7 @@ def test_preempted_requests_continue(layout: dict[str, int], tmp_path: Path) -> 
 def block_bytes(config: EngineConfig, layout: dict[str, int]) -> int:
     """Return the bytes of a rank's part of a KV block."""
     divided = Layout(layout.get("tp", 1), layout.get("pp", 1))
-    part = load_host_part(config, divided, divided.leader, lambda name, rank, size: LoneRank(rank, size))
+    part = load_host_rank_model(config, divided, divided.leader, lambda name, rank, size: LoneRank(rank, size))
     return part.planned.kv_shape.block_bytes
 
 
@@ -221,8 +221,8 @@ def test_planned_weights_of_a_rank_are_those_it_loads(name: str, tmp_path: Path)
     config = build_config(tmp_path, name)
     for layout in (Layout(2), Layout(1, 2), Layout(2, 2)) if name != "delta-moe" else (Layout(2),):
         for rank in range(layout.num_ranks):
-            part = load_host_part(config, layout, rank, lambda name, rank, size: LoneRank(rank, size))
-            planned = memory.weight_bytes(part.planned.own_config, 4)
+            part = load_host_rank_model(config, layout, rank, lambda name, rank, size: LoneRank(rank, size))
+            planned = memory.weight_bytes(part.planned.rank_config, 4)
             assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01), (layout, rank)
 
 

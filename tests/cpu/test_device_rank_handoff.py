@@ -88,7 +88,7 @@ def test_block_sizes_may_differ(tmp_path: Path) -> None:
     engines = [group.make_engine(config) for group, config in zip(groups, configs, strict=True)]
     senders, receivers = ([part.runner.cache for part in group.parts] for group in groups)
     for cache in senders:
-        for part in cache.parts:
+        for part in cache.tensors:
             part.copy_(torch.rand(part.shape))
     source, target = (engine.transfer_endpoint.sender.region for engine in engines if engine.transfer_endpoint)
     sent, received = np.array([5, 2]), np.array([3, 9, 4, 1])
@@ -96,8 +96,8 @@ def test_block_sizes_may_differ(tmp_path: Path) -> None:
     source.gather(piece, sent, source.layout, data)
     target.scatter(piece, received, source.layout, data)
     for kv_index in range(2):
-        whole = torch.cat([cache.parts[kv_index][:, sent] for cache in senders], dim=2)  # heads of the ranks
-        arrived = torch.cat([cache.parts[kv_index][:, received] for cache in receivers])  # layers of the ranks
+        whole = torch.cat([cache.tensors[kv_index][:, sent] for cache in senders], dim=2)  # heads of the ranks
+        arrived = torch.cat([cache.tensors[kv_index][:, received] for cache in receivers])  # layers of the ranks
         assert torch.equal(torch.cat([arrived[:, ::2], arrived[:, 1::2]], dim=3), whole)
     for engine in engines:
         engine.close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_rank_engines import DeviceThreadRanks, load_host_part, make_device_thread_engine
+from device_rank_engines import DeviceThreadRanks, load_host_rank_model, make_device_thread_engine
 from hot_experts import choose_hot_experts, move_all, watch_moves
 from test_device_rank_engine import build_config, submissions
 from test_dp_attention import run_with_scores
@@ -38,7 +38,7 @@ from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import StackedExperts
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.kernels.reference import ReferenceBackend
-from emberline.models.expert_placement import EMPTY, Placement, list_slots
+from emberline.models.expert_placement import EMPTY_SLOT, Placement, list_slots
 from emberline.models.movable_experts import MovableExperts, read_row_counts
 
 DP2_EP2: dict[str, Any] = {"tp": 2, "ep": 2, "dp_attention": True, "redundant_experts": 1}
@@ -168,7 +168,7 @@ def test_weights_arrive_in_their_places(seed: int, ranks_per_group: int) -> None
         slots = ExpertSlots(experts, groups, places, torch.device("cpu"), group)
         tensors = [expected(before, group, column), expected(before, group, column).to(torch.bfloat16)[:, 0]]
         move_weights(tensors, list_transfers(before, after), slots, comm)
-        used = [place for place, expert in enumerate(after[group]) if expert != EMPTY]
+        used = [place for place, expert in enumerate(after[group]) if expert != EMPTY_SLOT]
         assert torch.equal(tensors[0][used], expected(after, group, column)[used])
         assert torch.equal(tensors[1][used], expected(after, group, column).to(torch.bfloat16)[used, 0])
 
@@ -182,14 +182,14 @@ def draw_placement(pick: random.Random, experts: int, groups: int, places: int) 
         free = [each for each in placed if len(each) < places and expert not in each]
         if free:
             pick.choice(free).append(expert)
-    return tuple(tuple(pick.sample([*each, *[EMPTY] * (places - len(each))], places)) for each in placed)
+    return tuple(tuple(pick.sample([*each, *[EMPTY_SLOT] * (places - len(each))], places)) for each in placed)
 
 
 def test_slots_of_rows() -> None:
     """Copies of an expert compute as many rows each, also if most rows are padding. Tables keep their addresses."""
-    slots = ExpertSlots(4, 2, 3, torch.device("cpu"), own_group=1)
+    slots = ExpertSlots(4, 2, 3, torch.device("cpu"), local_group=1)
     address = slots.table.data_ptr(), slots.copies.data_ptr()
-    slots.assign(list_slots(((0, 1, EMPTY), (2, 3, EMPTY)), 4))
+    slots.assign(list_slots(((0, 1, EMPTY_SLOT), (2, 3, EMPTY_SLOT)), 4))
     assert slots.choose(torch.tensor([[0, 3], [0, 2]])).tolist() == [[0, 4], [0, 3]]
     slots.assign(list_slots(((0, 1, 2), (2, 3, 0)), 4))
     found = slots.choose(torch.tensor([[0, 1, 2]]).expand(1024, -1))
@@ -197,7 +197,7 @@ def test_slots_of_rows() -> None:
         for column, copies in ((0, {0, 5}), (1, {1}), (2, {2, 3})):
             of_rows = found[::every, column].tolist()
             assert set(of_rows) == copies and abs(of_rows.count(min(copies)) / len(of_rows) - 1 / len(copies)) <= 0.125
-    assert (slots.table.data_ptr(), slots.copies.data_ptr()) == address and slots.own == range(3, 6)
+    assert (slots.table.data_ptr(), slots.copies.data_ptr()) == address and slots.local_slots == range(3, 6)
 
 
 def test_counts_are_those_of_the_experts_that_slots_had() -> None:
@@ -205,19 +205,24 @@ def test_counts_are_those_of_the_experts_that_slots_had() -> None:
     layers = [MovableExperts(4, ExpertSlots(4, 2, 3, torch.device("cpu"))) for _ in range(2)]
     layers[1].row_counts += torch.tensor([5, 1, 0, 2, 3, 0])
     read_row_counts(layers)
-    assert layers[1].load.recent.tolist() == [5, 1, 2, 3] and not layers[0].load.recent.any()
-    layers[1].set_placement(((0, 1, EMPTY), (2, 3, 0)))
-    assert layers[1].load.rows_by_group.tolist() == [6, 5] and not layers[1].load.recent_by_group.any()
+    assert layers[1].expert_row_counts.recent.tolist() == [5, 1, 2, 3] and not layers[0].expert_row_counts.recent.any()
+    layers[1].set_placement(((0, 1, EMPTY_SLOT), (2, 3, 0)))
+    assert (
+        layers[1].expert_row_counts.rows_by_group.tolist() == [6, 5]
+        and not layers[1].expert_row_counts.recent_by_group.any()
+    )
     layers[1].row_counts += torch.tensor([2, 0, 0, 0, 0, 7])
     read_row_counts(layers)
     read_row_counts(layers)
-    assert layers[1].load.recent.tolist() == [14, 1, 2, 3] and layers[1].load.rows_by_group.tolist() == [8, 12]
+    assert layers[1].expert_row_counts.recent.tolist() == [14, 1, 2, 3] and layers[
+        1
+    ].expert_row_counts.rows_by_group.tolist() == [8, 12]
 
 
 def test_rows_are_read_before_experts_move() -> None:
     order: list[str] = []
     layer = MovableExperts(4, ExpertSlots(4, 2, 3, torch.device("cpu")))
-    layer.load.add(np.array([900, 800, 1, 1]), np.array([1700, 2]))
+    layer.expert_row_counts.add(np.array([900, 800, 1, 1]), np.array([1700, 2]))
     layout = Layout(2, ep=2, dp_attention=True, redundant_experts=1)
     experts = LeaderExperts({3: layer}, layout, update_loads=lambda: order.append("read"))
     assert experts.balancer is not None
@@ -238,14 +243,14 @@ def test_planned_weights_have_room_for_copies(name: str, tmp_path: Path) -> None
     sizes, activations = [], []
     for layout in (DP2_EP2 | {"redundant_experts": 0}, DP2_EP2):
         own = config.with_settings(**layout)
-        part = load_host_part(own, Layout.of_gpus(own.parallel), 1, lambda name, rank, size: LoneRank(rank, size))
-        planned = memory.weight_bytes(part.planned.own_config, 4)
+        part = load_host_rank_model(own, Layout.of_gpus(own.parallel), 1, lambda name, rank, size: LoneRank(rank, size))
+        planned = memory.weight_bytes(part.planned.rank_config, 4)
         assert planned == pytest.approx(part.planned.model.weight_bytes, rel=0.01)
         sizes.append(planned)
         activations.append(part.planned.plan.activations)
     assert activations[1] > activations[0], "outputs and sums are in float64"
-    hidden, experts = part.planned.own_config.hidden, part.planned.own_config.experts
-    assert experts is not None and experts.num_places == 3
+    hidden, experts = part.planned.rank_config.hidden, part.planned.rank_config.experts
+    assert experts is not None and experts.num_local_slots == 3
     biases = (2 * experts.ffn + hidden) * experts.options.has_biases
     assert sizes[1] - sizes[0] == sum(experts.layers) * 4 * (3 * hidden * experts.ffn + biases)
 

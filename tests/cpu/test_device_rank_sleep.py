@@ -206,5 +206,5 @@ def test_ranks_get_kernels_that_another_model_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(tuning, "list_choices", lambda: chosen)
     monkeypatch.setattr(tuning, "use_choices", used.append)
     with SleepingThreadRanks(config) as model:
-        model.leader.share_products()
+        model.leader.share_kernel_choices()
     assert used == [chosen]

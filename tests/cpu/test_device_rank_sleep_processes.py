@@ -23,7 +23,7 @@ from emberline.engine.boot import boot
 from emberline.engine.engine_group import EngineGroup
 from emberline.engine.engine_group_boot import boot_engine_group
 from emberline.engine.memory import DEFAULT_UTILIZATION, RESERVE_BYTES
-from emberline.engine.ranks import device_part, rank_group_boot
+from emberline.engine.ranks import device_rank_model, rank_group_boot
 from emberline.engine.ranks.control import MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
@@ -56,7 +56,7 @@ def make_configs(root: Path, *names: str) -> dict[str, EngineConfig]:
 
 def bytes_for_one_model(configs: dict[str, EngineConfig]) -> int:
     """Return the memory of a GPU with room for one and a half of these models."""
-    divisions = {name: DeviceDivision.of(config.with_gpu_defaults()) for name, config in configs.items()}
+    divisions = {name: DeviceDivision.from_config(config.with_gpu_defaults()) for name, config in configs.items()}
     sizes = plan_rank_sharing(divisions, [MeasuredGPU(64 << 30, 0)], 1 << 40).model_bytes.values()
     kept = len(configs) * (RESERVE_BYTES + count_buffer_bytes())
     return int((1.5 * max(sizes) + kept) / DEFAULT_UTILIZATION)
@@ -84,7 +84,9 @@ def find_pid(group: EngineGroup, name: str) -> int:
 def test_models_take_turns_until_a_rank_is_killed(gpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = make_configs(tmp_path, "a", "b")
     size = bytes_for_one_model(configs)
-    monkeypatch.setattr(device_part, "measure_memory", lambda device: (size, 0))  # of the leader, which has the least
+    monkeypatch.setattr(
+        device_rank_model, "measure_memory", lambda device: (size, 0)
+    )  # of the leader, which has the least
     expected = run_on_one_rank(configs["a"], "a") | run_on_one_rank(configs["b"], "b")
     group, loaded = boot_engine_group(configs, TimeSharingConfig(model_turn=0.01))
     try:

@@ -20,7 +20,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.plan import BlockCopy, StepPlan
 from emberline.engine.boot import boot
 from emberline.engine.gpu.copier import DeviceCopier
-from emberline.engine.ranks.buffer_parts import BufferParts
+from emberline.engine.ranks.block_buffer_layout import BlockBufferLayout
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner
 from emberline.engine.ranks.layout import Layout
 
@@ -61,7 +61,7 @@ def test_blocks_come_back_from_host_memory(name: str, layout: dict[str, Any], tm
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "deepseek_v3", "delta-moe"])
 def test_blocks_of_one_rank_come_back_to_another(name: str, tmp_path: Path) -> None:
-    """With data-parallel attention, requests have other homes after the caches were emptied."""
+    """With data-parallel attention, requests have other DP ranks after the caches were emptied."""
     length = 77 if name.startswith("delta") else 45
     config = build_config(tmp_path, name)
     expected = run_on_one_rank(config, length)
@@ -81,12 +81,14 @@ def test_only_the_home_of_a_block_copies_it(tmp_path: Path) -> None:
         for number, cache in enumerate(caches):
             cache.keys[:, 3], cache.values[:, 3] = number + 1, number + 5
             cache.keys[:, 7] = cache.values[:, 7] = 0
-        saves = [BlockCopy(3, b"", buffer, home=home) for home, buffer in enumerate(buffers) if buffer is not None]
+        saves = [
+            BlockCopy(3, b"", buffer, dp_rank=dp_rank) for dp_rank, buffer in enumerate(buffers) if buffer is not None
+        ]
         engine.runner.launch(StepPlan(1, [], [], [], saves=saves))()
         size = caches[0].shape.block_bytes
         saved = [np.frombuffer(copy.buffer[:size], np.float32).reshape(2, -1)[:, 0].tolist() for copy in saves]
         assert saved == [[1, 5], [2, 6]] and caches[0].shape == caches[1].shape
-        loads = [BlockCopy(7, b"", saves[0].buffer, home=1)]
+        loads = [BlockCopy(7, b"", saves[0].buffer, dp_rank=1)]
         engine.runner.launch(StepPlan(2, [], [], [], loads=loads))()
         assert (caches[1].keys[:, 7] == 1).all() and (caches[1].values[:, 7] == 5).all()
         assert not caches[0].keys[:, 7].any() and not caches[0].values[:, 7].any()
@@ -148,13 +150,13 @@ def test_copies_end_when_all_ranks_have_copied(
 def test_places_of_parts() -> None:
     """Ranks with the same heads share a place, unless they have different recurrent states."""
     sizes, none = dict.fromkeys(range(4), 64), dict.fromkeys(range(4), 0)
-    parts = BufferParts.plan(Layout(4), 2, sizes, none)
+    parts = BlockBufferLayout.plan(Layout(4), 2, sizes, none)
     assert (parts.offsets, parts.block_bytes, parts.pages_per_slot) == ({0: 0, 1: 0, 2: 64, 3: 64}, 128, 0)
     assert [parts.saves_blocks(rank) for rank in range(4)] == [True, False, True, False]
-    parts = BufferParts.plan(Layout(2, 2), 1, sizes, none)
+    parts = BlockBufferLayout.plan(Layout(2, 2), 1, sizes, none)
     assert parts.offsets == {0: 0, 1: 0, 2: 64, 3: 64}
-    parts = BufferParts.plan(Layout(4), 2, sizes, none | {2: 130})
+    parts = BlockBufferLayout.plan(Layout(4), 2, sizes, none | {2: 130})
     assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 64, 128, 192], 256, 3)
-    parts = BufferParts.plan(Layout(4, dp_attention=True), 2, sizes, dict.fromkeys(range(4), 130))
+    parts = BlockBufferLayout.plan(Layout(4, dp_attention=True), 2, sizes, dict.fromkeys(range(4), 130))
     assert (list(parts.offsets.values()), parts.block_bytes, parts.pages_per_slot) == ([0, 0, 0, 0], 64, 3)
     assert all(parts.saves_blocks(rank) for rank in range(4))

@@ -406,29 +406,29 @@ def test_file_truncated_while_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(random.Random(0).randbytes(40_000))
     with FileReader.start([file], chunk_bytes=4096, ring=1, threads=2, read_ahead_bytes=0) as reader:
-        first = reader.take()
+        first = reader.next_chunk()
         assert first is not None and first.offset == 0
         os.truncate(file, 9000)
-        reader.give_back(first)
+        reader.release_chunk(first)
         with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000"):
-            while (chunk := reader.take(5)) is not None:
-                reader.give_back(chunk)
+            while (chunk := reader.next_chunk(5)) is not None:
+                reader.release_chunk(chunk)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="missing"):
         FileReader.start([tmp_path / "missing"])
     with FileReader.start([tmp_path], **SMALL) as reader, pytest.raises(ModelFileError, match="director"):
-        while reader.take(5) is not None:
+        while reader.next_chunk(5) is not None:
             pass
 
 
 def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
-    while (chunk := reader.take(10)) is not None:
+    while (chunk := reader.next_chunk(10)) is not None:
         assert (chunk.file.name, chunk.offset) not in found, "read twice"
         found[chunk.file.name, chunk.offset] = chunk.buffer.memory[: chunk.length]
-        reader.give_back(chunk)
+        reader.release_chunk(chunk)
     return found
 
 
@@ -445,7 +445,7 @@ def test_reads_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest
         options = {"chunk_bytes": chunk_bytes, "ring": ring, "threads": threads, "read_ahead_bytes": ahead}
         with FileReader.start([tmp_path / name for name in files], **options) as reader:
             found = take_all_chunks(reader)
-            assert reader.take() is None
+            assert reader.next_chunk() is None
             reader.close()
             with (tmp_path / "0").open() as other:
                 reader.close()  # a second close must not close descriptors opened since
@@ -501,9 +501,9 @@ def test_reads_ahead_only_until_first_chunk_is_taken(tmp_path: Path) -> None:
         threading.Event().wait(0.05)
         assert reader.stats.bytes == 12 * 4096  # the ring and the read-ahead, then reading stops
         numbers = []
-        while (chunk := reader.take(10)) is not None:
+        while (chunk := reader.next_chunk(10)) is not None:
             numbers.append(chunk.buffer.number)
-            reader.give_back(chunk)
+            reader.release_chunk(chunk)
         assert len(numbers) == 100 and set(numbers) == set(range(12))
         assert sum(number >= 2 for number in numbers) == 10  # buffers beyond the ring are used once
 
@@ -520,11 +520,11 @@ def test_allocates_no_buffers_after_first_chunk(tmp_path: Path, monkeypatch: pyt
     with FileReader.start(
         [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=1, read_ahead_bytes=50 * 4096
     ) as reader:
-        first = reader.take(10)
+        first = reader.next_chunk(10)
         turns.release(100)
         threading.Event().wait(0.1)
         assert first is not None and reader.stats.bytes <= 2 * 4096
-        reader.give_back(first)
+        reader.release_chunk(first)
         assert len(take_all_chunks(reader)) == 99
 
 
@@ -539,7 +539,7 @@ def test_stalled_disk_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "preadv", stuck)
     with FileReader.start([tmp_path / "file"], **SMALL) as reader:
         with pytest.raises(ModelFileError, match="no data from the disk"):
-            reader.take(0.05)
+            reader.next_chunk(0.05)
         reader.close(0.05)  # close does not wait for the disk either
         gate.set()
 
@@ -553,7 +553,7 @@ def test_thread_error_is_raised_to_caller(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(os, "preadv", fail)
         with FileReader.start([tmp_path / "file"], **SMALL) as reader, pytest.raises(seen, match=r"error|bug"):
-            reader.take(5)
+            reader.next_chunk(5)
 
 
 def test_out_of_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,7 +567,7 @@ def test_out_of_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         FileReader.start([tmp_path / "file"], **SMALL) as reader,
         pytest.raises(EmberlineError, match="cannot allocate"),
     ):
-        reader.take(5)
+        reader.next_chunk(5)
 
 
 def test_invalid_model_closes_the_reader(tmp_path: Path) -> None:
@@ -587,8 +587,8 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.reader import FileReader, weight_file_paths
 import emberline.engine.memory
 with FileReader.start(weight_file_paths(Checkpoint.open(Path({str(directory)!r})))) as reader:
-    while (chunk := reader.take(10)) is not None:
-        reader.give_back(chunk)
+    while (chunk := reader.next_chunk(10)) is not None:
+        reader.release_chunk(chunk)
     print(reader.stats.bytes)
 """
     source = str(Path(reading.__file__).parents[2])

@@ -80,7 +80,7 @@ def run_with_scores(
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3-moe"])
 def test_choices_and_log_probabilities(name: str, tmp_path: Path) -> None:
-    """Sampled choices of a prompt share its blocks on their home, and a batch does not change a request's bits."""
+    """Sampled choices of a prompt share its blocks on their DP rank, and a batch does not change a request's bits."""
     config = build_config(tmp_path, name, max_running=8)
     pending = submissions(0.8, logprobs=0, n=3)
     expected = run_with_scores(boot(config).engine, pending)
@@ -105,13 +105,13 @@ def test_requests_are_divided_among_ranks(tmp_path: Path) -> None:
     for name, prompt in {"long": long, "short": short, "other": other}.items():
         engine.add(Submission(name, prompt, sampling))
     engine.step()
-    homes = {name: kv.home_of(engine.scheduler.requests[f"{name}#0"]) for name in ("long", "short", "other")}
-    assert homes["short"] == homes["other"] != homes["long"]
+    dp_ranks = {name: kv.dp_rank_of(engine.scheduler.requests[f"{name}#0"]) for name in ("long", "short", "other")}
+    assert dp_ranks["short"] == dp_ranks["other"] != dp_ranks["long"]
     assert kv.num_blocks == 2 * engine.runner.num_blocks
     run_engine(engine, [])
     engine.add(Submission("next", [*long, 5], sampling))
     engine.step()
-    assert kv.home_of(engine.scheduler.requests["next#0"]) == homes["long"] and kv.hit_tokens == 24
+    assert kv.dp_rank_of(engine.scheduler.requests["next#0"]) == dp_ranks["long"] and kv.hit_tokens == 24
     run_engine(engine, [])
     engine.close()
 
@@ -189,7 +189,7 @@ class TestRedundantExperts:
         before = run_with_scores(engine, submissions(0.8, logprobs=0), closes=False)
         assert engine.is_preparing
         for dispatch in dispatches:  # an expert of the first rank is hot
-            dispatch.load.recent[:] = [90, 1, 0, 1]
+            dispatch.expert_row_counts.recent[:] = [90, 1, 0, 1]
         while engine.is_preparing and all(sum(each.slots.copies) == 4 for each in dispatches):
             engine.prepare_next()
         assert dispatches[0].slots.copies.tolist() == [2, 1, 1, 1]
@@ -205,7 +205,7 @@ class TestRedundantExperts:
         (dispatch,) = [each.dispatch for each in runner.model.dispatching_layers.values()]
         assert dispatch is not None
         placement = dispatch.placement
-        dispatch.load.recent[:] = [90, 1, 0, 1]
+        dispatch.expert_row_counts.recent[:] = [90, 1, 0, 1]
         for file in tmp_path.glob("*.safetensors"):
             file.unlink()
         assert engine.is_preparing and engine.prepare_next() and not engine.is_preparing

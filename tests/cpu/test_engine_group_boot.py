@@ -205,7 +205,7 @@ def test_a_cpu_model_frees_its_cache_while_it_sleeps(configs: dict[str, EngineCo
     hits = loaded["a"].engine.stats().prefix_hits
     group.set_asleep(True)
     assert not group.is_awake("a")
-    assert not any(part.any() for part in runner.cache.parts)
+    assert not any(part.any() for part in runner.cache.tensors)
     assert run_together(group, 3) == expected and group.is_awake("a")
     assert loaded["a"].engine.stats().prefix_hits <= 2 * hits  # of the prefix that these requests share, as at first
 

@@ -20,7 +20,7 @@ from emberline.kernels.mixture import Mixture, Routing, StackedExperts
 from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.work_limits import PASS_ROW_GRAIN, max_pass_rows, split_evenly
 from emberline.models import vocabulary
-from emberline.models.vocabulary import VocabularyPart
+from emberline.models.vocabulary import VocabularyShard
 
 COUNT, CHOSEN = 8, 2
 
@@ -75,7 +75,7 @@ def test_given_experts_are_computed_in_passes(small_passes: int, monkeypatch: py
     monkeypatch.setattr(ExpertLayer, "_add_experts", add_experts)
     x, limit = torch.randn(1100, 4), max_pass_rows(COUNT, 1)
     numbers = torch.arange(1100) % COUNT
-    found = ExpertLayer(ops.ReferenceBackend("asked for")).run_given(x, numbers.int(), make_mixture())
+    found = ExpertLayer(ops.ReferenceBackend("asked for")).run_assigned_experts(x, numbers.int(), make_mixture())
     assert torch.equal(found, x * numbers[:, None]) and len(counts) == -(-1100 // limit) > 1 and max(counts) <= limit
 
 
@@ -119,7 +119,7 @@ def test_captured_steps_are_one_pass(running: int, experts_per_row: int) -> None
 def test_logits_of_ranks_are_exchanged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are the same. Parts of the vocabulary that differ in size are padded."""
     vocab, hidden = 1001, 8
-    part = VocabularyPart(LoneRank(1, 2), range(501, vocab), 501, vocab)
+    part = VocabularyShard(LoneRank(1, 2), range(501, vocab), 501, vocab)
     head, x = ops.LinearLayer(ops.pack_linear(torch.randn(500, hidden))), torch.randn(64, hidden)
     whole = part.compute_logits(x, head, None)
     assert whole.shape == (64, vocab) and torch.equal(whole[:, 501:], whole[:, :500])

@@ -45,7 +45,7 @@ from emberline.models.config_outline import outline_of
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.loader import load_decoder
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 from emberline.models.weights import Weights
 
 CONTEXT = 128
@@ -97,7 +97,7 @@ class LoadedCase:
         compiler = partial(GrammarCompiler, self.directory / "tokenizer.json", c.vocab, [EOS])
         cache = KVCache(make_kv_shape(c, 8, torch.float32, groups), blocks)
         config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=12, max_context=CONTEXT)
-        states = StateCache(shape, slots, has_padding_slot=pipelined, num_places=12, max_draft=max_draft)
+        states = StateCache(shape, slots, has_padding_slot=pipelined, num_draft_slots=12, max_draft=max_draft)
         options = {"adaptive": False, "uses_draft_model": True, "continues_on_device": pipelined, "max_rows": 12}
         drafter = Drafter([], max_draft, **options) if drafts else None  # type: ignore[arg-type]
         if pipelined:
@@ -231,7 +231,7 @@ def test_a_head_that_is_right_is_always_accepted(tmp_path: Path, reads: str, pip
 def test_an_engine_counts_the_head(cases: dict[str, LoadedCase]) -> None:
     for case in cases.values():
         outline = outline_of(case.model.config)  # by which memory is planned
-        parts = [sum(part.num_weights for part in list_weight_parts(o)) for o in (outline, outline.with_mtp_head())]
+        parts = [sum(part.num_weights for part in list_weight_matrices(o)) for o in (outline, outline.with_mtp_head())]
         assert (parts[1] - parts[0]) * 4 == case.head.weight_bytes
     settings = {"device": "cpu", "block_size": 8, "kv_memory": 1 << 19, "threads": 1, "dtype": "float32"}
     config = EngineConfig.build(str(cases["next"].directory), max_running=4, **settings)

@@ -297,7 +297,7 @@ def test_pieces_equal_those_of_host_region(
     wire = replace(layout, tokens=tokens)
     monkeypatch.setattr(memory, "TRANSFER_SLOT_BYTES", 2 * layout.layer_bytes)
     cache = KVCache(shape, 24)
-    parts = [part.view(torch.uint8).numpy() for part in cache.parts]
+    parts = [part.view(torch.uint8).numpy() for part in cache.tensors]
     device, host = DeviceRegion(layout, cache, HostDevice()), HostRegion(layout, [part.copy() for part in parts])
     for _ in range(20):
         into = np.asarray(rng.sample(range(24), 24))

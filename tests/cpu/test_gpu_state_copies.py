@@ -182,15 +182,15 @@ def test_handoff(model: DecoderModel, expected: dict[str, list[int]]) -> None:
         assert after.hit_tokens - before.hit_tokens == 72
         p.run()
     used = sorted(d.kv._blocks_with_states)
-    for part in d.cache.parts:
+    for part in d.cache.tensors:
         part[:, used] = float("nan")
     for length in (9, 17):  # these need blocks that had states, and do not fill them all
         d.run(replace(ask(3, length, 1), salt=str(length)))
     left = sorted(d.kv._blocks_with_states)
     assert len(left) < len(used)
-    for part in d.cache.parts:
+    for part in d.cache.tensors:
         part[:, left] = 0
-    assert all(part.isfinite().all() for part in d.cache.parts), "blocks with keys and values have only these"
+    assert all(part.isfinite().all() for part in d.cache.tensors), "blocks with keys and values have only these"
     assert d.run(replace(ask(4), salt="x"))[0] == {"r4": expected["r4"]}
     for one in (p, d):
         one.engine.close()
@@ -213,5 +213,5 @@ def test_states_in_blocks_of_any_dtype(dtype: torch.dtype) -> None:
     for tensor in (states.conv, states.matrices):
         assert torch.equal(tensor[:, 2], tensor[:, 0]) and not torch.equal(tensor[:, 2], tensor[:, 1])
     copies.clear_blocks([make(cleared_blocks=blocks[1:])])
-    for part in cache.parts:
+    for part in cache.tensors:
         assert not part[:, blocks[1:]].float().any() and part[:, blocks[0]].view(torch.uint8).any()

@@ -61,7 +61,7 @@ def make_engine(
     groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
     cache = KVCache(KVShape(groups.block_layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), blocks)
     max_draft = 0 if drafter is None else 3
-    states = StateCache(shape, slots, has_padding_slot=True, num_places=8, max_draft=max_draft)
+    states = StateCache(shape, slots, has_padding_slot=True, num_draft_slots=8, max_draft=max_draft)
     states.conv[:, :slots] = states.matrices[:, :slots] = float("nan")  # a new request must not read its slot
     limits = {"max_batch_tokens": budget, "max_running": 8}
     config = SchedulerConfig(**limits, block_size=BLOCK, max_context=CONTEXT, prefix_cache=prefix_cache)

@@ -242,7 +242,7 @@ def test_device_copies_equal_host_copies(pins: bool, values_in_keys: bool, monke
     rng = random.Random(3)
     shape = KVShape(3, 2, 16, BLOCK, torch.bfloat16, values_in_keys)
     caches = [KVCache(shape, 10) for _ in range(2)]
-    for parts in zip(*(cache.parts for cache in caches), strict=True):
+    for parts in zip(*(cache.tensors for cache in caches), strict=True):
         noise = torch.randn(parts[0].shape).bfloat16()
         for part in parts:
             part.copy_(noise)
@@ -252,7 +252,7 @@ def test_device_copies_equal_host_copies(pins: bool, values_in_keys: bool, monke
     areas[1][:] = areas[0]
     copier = DeviceCopier(caches[1], device)
     copier.attach_host_memory(areas[1])
-    device.watch(areas[1], scratch=copier.device_buffers(), cache=caches[1].parts)
+    device.watch(areas[1], scratch=copier.device_buffers(), cache=caches[1].tensors)
     with device, device.step_stream.activate():
         under_way = None
         for step in range(40):
@@ -276,7 +276,7 @@ def test_device_copies_equal_host_copies(pins: bool, values_in_keys: bool, monke
         finish()
     assert device.races == []
     assert areas[0] == areas[1]
-    assert all(map(torch.equal, caches[0].parts, caches[1].parts))
+    assert all(map(torch.equal, caches[0].tensors, caches[1].tensors))
 
 
 def test_latents_move_through_tiers(tmp_path: Path) -> None:

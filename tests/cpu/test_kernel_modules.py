@@ -42,8 +42,8 @@ from emberline.kernels.cuda.driver import CudaModule
 from emberline.kernels.cuda.kernel_modules import find_sources, list_modules
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile-kernels"
-GATED = narrow.NarrowPlan(2, 4, narrow.FEW_WARPS, 1, 1, 1, 1).kernel_name("Float4<8>")
-WIDE_NARROW = narrow_wide.WideNarrowPlan(2, 128, 1, 1).kernel_name("Int4<2, true>")
+GATED = narrow.FourBitPlan(2, 4, narrow.FEW_WARPS, 1, 1, 1, 1).kernel_name("Float4<8>")
+WIDE_NARROW = narrow_wide.WideFourBitPlan(2, 128, 1, 1).kernel_name("Int4<2, true>")
 # By Python module: a kernel as a launch gets it. `routing` loads its kernels when it makes them.
 LAUNCHED: dict[str, Callable[[], Any]] = {
     "chain": lambda: chain._get_kernel(chain.VARIANTS[0]),

@@ -53,7 +53,7 @@ from emberline.models.loader import load_decoder
 from emberline.models.mtp import MTPHead
 from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 from emberline.models.weights import Weights
 
 CONTEXT = 128
@@ -230,7 +230,7 @@ def test_matrices_that_the_target_model_has_too_are_shared(cases: Cases, tmp_pat
         assert isinstance(head, MTPHead) and head.weight_bytes == stored - size
         assert head.embedding is model.embedding and head.head.weight is model.head.weight
     outline = outline_of(model.config)  # by which memory is planned
-    parts = [sum(part.num_weights for part in list_weight_parts(o)) for o in (outline, outline.with_mtp_head())]
+    parts = [sum(part.num_weights for part in list_weight_matrices(o)) for o in (outline, outline.with_mtp_head())]
     assert (parts[1] - parts[0]) * 4 == head.weight_bytes
 
 

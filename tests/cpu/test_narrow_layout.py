@@ -14,8 +14,8 @@ from narrow_cases import FORMATS, make_matrix
 
 from emberline.kernels.cuda import narrow, narrow_experts, narrow_wide
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
-from emberline.kernels.cuda.narrow_layout import MAX_MXFP4_SCALE, NarrowWeight, count_bytes, pack
-from emberline.kernels.narrow_size import CODE_BYTES
+from emberline.kernels.cuda.narrow_layout import MAX_MXFP4_SCALE, FourBitWeight, count_bytes, pack
+from emberline.kernels.four_bit_size import CODE_BYTES
 from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix, dequantise
 
@@ -28,7 +28,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def unpack(weight: NarrowWeight) -> Tensor:
+def unpack(weight: FourBitWeight) -> Tensor:
     """Return the values of all packed rows and columns, [experts, rows, columns]."""
     experts, groups, units, _, _ = weight.data.shape
     words = weight.data[..., :CODE_BYTES].contiguous().view(torch.int32).long() & 0xFFFFFFFF
@@ -59,7 +59,7 @@ def from_bf16_bits(bits: Tensor) -> Tensor:
     return (bits << 16).to(torch.int32).view(torch.float32)
 
 
-def apply_scales(values: Tensor, scales: Tensor, weight: NarrowWeight) -> Tensor:
+def apply_scales(values: Tensor, scales: Tensor, weight: FourBitWeight) -> Tensor:
     rows = 1.0 if weight.row_scales is None else weight.row_scales[..., None]
     if weight.format.startswith("Float4"):
         # As in the kernels: a repeated byte is masked.

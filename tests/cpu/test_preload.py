@@ -103,8 +103,8 @@ from pathlib import Path
 from emberline.engine import preload
 with preload.start_preload(Path({str(directory)!r})) as reader:
     assert reader.wait_for_prefetch(0) and len(preload.read_file_record()) == 3
-    while (chunk := reader.take(10)) is not None:
-        reader.give_back(chunk)
+    while (chunk := reader.next_chunk(10)) is not None:
+        reader.release_chunk(chunk)
     print(reader.stats.bytes)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(preload.__file__).parents[2])}

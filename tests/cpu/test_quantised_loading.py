@@ -20,7 +20,7 @@ from torch import Tensor
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.engine.gpu.zero_weights import make_zero_weight_model
-from emberline.engine.narrow_estimate import estimate_narrow_part
+from emberline.engine.quantised_estimate import estimate_rank_quantised_sizes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.lone_rank import LoneRank
@@ -29,7 +29,7 @@ from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise, dequ
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.experts_spec import name_each_expert
+from emberline.models.experts_spec import per_expert_names
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.loader import load_decoder
 from emberline.models.quantisation_config import read_quantisation
@@ -98,8 +98,8 @@ def test_matrices_kept_on_a_device(name: str, tmp_path: Path, keeping: list[Quan
     checkpoint = Checkpoint.open(tmp_path)
     weights = DeviceWeights(checkpoint, device="cpu")
     weight = weights.linear([("q.weight", ROWS), ("k.weight", ROWS), ("v.weight", ROWS)], COLUMNS)
-    assert weight.layout is WeightLayout.QUANTISED and weights.fills_late and not keeping
-    planned = weights.narrow_sizes[0]
+    assert weight.layout is WeightLayout.QUANTISED and weights.allocates_in_finish and not keeping
+    planned = weights.quantised_sizes[0]
     weights.finish("")
     (matrix,) = keeping
     assert weight.handle is matrix and matrix.kind == FORMATS[name].kind
@@ -123,7 +123,7 @@ def test_experts_kept_on_a_device(name: str, spare: int, tmp_path: Path, keeping
     values = write(tmp_path, FORMATS[name], matrices)
     weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
     experts = load_stacked_experts(
-        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0}), spare=spare), name_each_expert(), "l", hidden
+        weights, ExpertsConfig(count, 2, ffn, True, frozenset({0}), spare=spare), per_expert_names(), "l", hidden
     )
     weights.finish("")
     for found, kinds in ((experts.gate_up, ("gate", "up")), (experts.down, ("down",))):
@@ -132,7 +132,7 @@ def test_experts_kept_on_a_device(name: str, spare: int, tmp_path: Path, keeping
         assert found.count == len(found.handle.codes) == count + spare
         assert torch.equal(dequantise(found.handle)[:count].to(torch.bfloat16), torch.stack(expected))
         assert not found.handle.codes[count:].any() and not found.handle.scales[count:].view(torch.uint8).any()
-    assert sum(size.num_bytes for size in weights.narrow_sizes) == weights.loaded_bytes
+    assert sum(size.num_bytes for size in weights.quantised_sizes) == weights.loaded_bytes
 
 
 def test_experts_of_two_formats_are_dequantised(tmp_path: Path, keeping: list[QuantisedMatrix]) -> None:
@@ -146,7 +146,7 @@ def test_experts_of_two_formats_are_dequantised(tmp_path: Path, keeping: list[Qu
             tensors |= {f"{module}.{part}": tensor for part, tensor in packed.items()}
     tiny.write_tensors(tmp_path, tiny.config("qwen3", quantization_config=found.config), tensors)
     weights = DeviceWeights(Checkpoint.open(tmp_path), device="cpu")
-    experts = load_stacked_experts(weights, ExpertsConfig(2, 1, 32, True, frozenset({0})), name_each_expert(), "l", 64)
+    experts = load_stacked_experts(weights, ExpertsConfig(2, 1, 32, True, frozenset({0})), per_expert_names(), "l", 64)
     weights.finish("")
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor) and not keeping
 
@@ -229,7 +229,7 @@ def test_stand_ins_for_quantised_weights(is_sparse: bool, tmp_path: Path, keepin
     weights.finish("")
     matrix = model.layers[0].attention.qkv.weight.handle
     assert isinstance(matrix, QuantisedMatrix) and matrix.codes.any() and matrix.codes.device.type == "cpu"
-    assert Counter(weights.narrow_sizes) == Counter(list_online_sizes(outline_of(model.config), "fp8"))
+    assert Counter(weights.quantised_sizes) == Counter(list_online_sizes(outline_of(model.config), "fp8"))
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])
@@ -246,7 +246,7 @@ def test_matrices_quantised_at_load(name: str, tmp_path: Path, keeping: list[Qua
     values, exact = dequantise(matrix), torch.cat([tensors["gate.weight"], tensors["up.weight"]]).float()
     assert (values - exact).square().mean().sqrt() <= exact.square().mean().sqrt() * (0.03 if name == "fp8" else 0.11)
     assert head.layout is not WeightLayout.QUANTISED
-    assert weights.narrow_sizes[0].num_bytes == matrix.nbytes
+    assert weights.quantised_sizes[0].num_bytes == matrix.nbytes
 
 
 def test_parts_of_several_formats_are_dequantised(
@@ -273,7 +273,7 @@ def test_parts_of_several_formats_are_dequantised(
     weights.linear(parts, COLUMNS)
     with caplog.at_level("INFO"):
         weights.finish("")
-    assert caplog.text.count("Weights dequantised: tensors=3") == 1 and not keeping and not weights.narrow_sizes
+    assert caplog.text.count("Weights dequantised: tensors=3") == 1 and not keeping and not weights.quantised_sizes
 
 
 def test_columns_in_different_orders_are_dequantised(
@@ -438,11 +438,11 @@ def test_sizes_that_ranks_will_load(name: str, tmp_path: Path, keeping: list[Qua
     checkpoint = Checkpoint.open(write_published(tmp_path, name, layers=2))
     model = ModelConfig.from_checkpoint(checkpoint)
     settings = EngineConfig.build(str(tmp_path)).with_gpu_defaults()
-    for shard, stage in ((Shard(1, 2), Stage.of(model)), (Shard(), Stage.of(model, 1, 2))):
+    for shard, stage in ((Shard(1, 2), Stage.from_config(model)), (Shard(), Stage.from_config(model, 1, 2))):
         comm = None if shard.is_whole else LoneRank(shard.rank, shard.world_size)
         weights = DeviceWeights(checkpoint, device="cpu", shard=shard, comm=comm)
         load_model(shard.shard_config(model), weights, 64, stage)
-        found = estimate_narrow_part(checkpoint, model, settings, "bfloat16", shard, stage)
-        counts = (sum(s.rows * s.columns * s.num_matrices for s in sizes) for sizes in (weights.narrow_sizes, found))
+        found = estimate_rank_quantised_sizes(checkpoint, model, settings, "bfloat16", shard, stage)
+        counts = (sum(s.rows * s.columns * s.num_matrices for s in sizes) for sizes in (weights.quantised_sizes, found))
         loaded, estimated = counts
         assert loaded == estimated > 0 and all(size.num_bytes > 0 for size in found) and not keeping

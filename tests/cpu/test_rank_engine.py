@@ -111,7 +111,7 @@ def test_interrupt_ends_the_ranks_and_stays_an_interrupt(tmp_path: Path, monkeyp
 
     engine = make_thread_engine(build_config(tmp_path, "llama", pp=2))
     assert isinstance(engine.runner, PipelineLeaderRunner)
-    monkeypatch.setattr(engine.runner._group_executor.own, "compute", interrupt)
+    monkeypatch.setattr(engine.runner._group_executor.leader_executor, "compute", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_engine(engine, submissions())
 

@@ -200,7 +200,7 @@ def test_models_of_devices_are_loaded_in_parts(tmp_path: Path) -> None:
             for tensor, info in weights.checkpoint.tensors.items()
         }
         weights.finish("")
-        assert any(info.cut is not None for info in weights.checkpoint.tensors.values())
+        assert any(info.stored_slice is not None for info in weights.checkpoint.tensors.values())
         for tensor, (found, shape) in loaded.items():
             assert torch.equal(found, host.stack_experts(shape, [rank_models.whole_part(tensor, shape)])), tensor
         assert ModelConfig.from_checkpoint(checkpoint).vocab == 131

@@ -22,7 +22,7 @@ from emberline.engine import memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.comm.thread_group import ThreadCommunicator, ThreadGroup
-from emberline.models import attention, direct_io, tensor_cuts, vocabulary
+from emberline.models import attention, direct_io, tensor_sharding, vocabulary
 from emberline.models.attention import ProjectionNorms
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
@@ -31,8 +31,8 @@ from emberline.models.device_weights import DeviceWeights
 from emberline.models.outline import divide_vocabulary
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.shard import Shard
-from emberline.models.stored_cuts import DimensionCut
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.tensor_slices import DimensionSlice
+from emberline.models.weight_matrices import list_weight_matrices
 from emberline.models.weights import Weights
 
 
@@ -98,15 +98,15 @@ def test_sizes_are_those_of_the_plan(name: str, tmp_path: Path) -> None:
         loaded = load_rank(tmp_path, part, Unused(ranks - 1, ranks))
         assert loaded.weight_bytes == memory.weight_bytes(loaded.config, 4)
         first, planned = outline_of(Shard(0, ranks).shard_config(whole)), outline_of(whole).divide(ranks)
-        matrices = [[p for p in list_weight_parts(o) if p.kind != "norms"] for o in (first, planned)]
+        matrices = [[p for p in list_weight_matrices(o) if p.kind != "norms"] for o in (first, planned)]
         assert matrices[0] == matrices[1]
         assert (first.kv_heads, first.state, first.latent) == (planned.kv_heads, planned.state, planned.latent)
 
 
 # Each changes one thing that a family needs.
 BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "parts of fused rows": ("phi3", lambda patch: patch.setattr(tensor_cuts, "_join", join_as_one)),
-    "columns of gate and up": ("llama4-experts", lambda patch: patch.setattr(tensor_cuts, "_join", join_as_one)),
+    "parts of fused rows": ("phi3", lambda patch: patch.setattr(tensor_sharding, "_join", join_as_one)),
+    "columns of gate and up": ("llama4-experts", lambda patch: patch.setattr(tensor_sharding, "_join", join_as_one)),
     "KV heads": ("qwen3", lambda patch: patch.setattr(Shard, "divide", divide_in_turn)),
     "order of latents": ("deepseek-v2", lambda patch: patch.setattr(ThreadCommunicator, "all_gather", gather_reversed)),
     "sum of squares": ("olmo2", lambda patch: patch.setattr(ProjectionNorms, "_apply_to_parts", norm_own_part)),
@@ -127,13 +127,13 @@ def test_broken_divisions_are_found(what: str, tmp_path: Path, monkeypatch: pyte
         assert_same(run_ranks(tmp_path, 4), whole)
 
 
-def join_as_one(dimension: int, *sections: tensor_cuts.Section) -> DimensionCut:
+def join_as_one(dimension: int, *sections: tensor_sharding.Section) -> DimensionSlice:
     """Cut the sections as if they were one."""
     size = sum(units * width for units, _, width in sections)
     part = sum(len(kept) * width for _, kept, width in sections)
     units, kept, _ = sections[0]
     rank = kept.start * size // units
-    return DimensionCut(dimension, size, ((min(rank, size - part), min(rank, size - part) + part),))
+    return DimensionSlice(dimension, size, ((min(rank, size - part), min(rank, size - part) + part),))
 
 
 def divide_in_turn(own: Shard, count: int) -> range:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_rank_engines import load_host_part
+from device_rank_engines import load_host_rank_model
 from rank_models import WRITERS
 
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -45,7 +45,7 @@ def homes(tmp_path: Path) -> dict[str, Path]:
 
 def divide(homes: dict[str, Path], **settings: Any) -> dict[str, DeviceDivision]:
     configs = {name: EngineConfig.build(str(home), **SETTINGS | settings) for name, home in homes.items()}
-    return {name: DeviceDivision.of(config.with_gpu_defaults()) for name, config in configs.items()}
+    return {name: DeviceDivision.from_config(config.with_gpu_defaults()) for name, config in configs.items()}
 
 
 def check_plan(plan: RankSharingPlan, divisions: dict[str, DeviceDivision]) -> None:
@@ -55,7 +55,9 @@ def check_plan(plan: RankSharingPlan, divisions: dict[str, DeviceDivision]) -> N
         config = division.config.with_settings(kv_memory=shared.kv_memory)
         memory = shared.total_bytes, shared.other_bytes
         ranks = [
-            load_host_part(config, division.layout, rank, lambda _, rank, size: LoneRank(rank, size), memory).describe()
+            load_host_rank_model(
+                config, division.layout, rank, lambda _, rank, size: LoneRank(rank, size), memory
+            ).describe()
             for rank in range(division.layout.num_ranks)
         ]
         num_blocks, _ = plan_device_caches(ranks)

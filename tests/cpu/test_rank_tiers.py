@@ -22,7 +22,7 @@ from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.ranks.leader import LeaderRunner
 from emberline.kv.rank_managers import RankKVManagers
-from emberline.kv.tiers.part_copier import PartBlockCopier
+from emberline.kv.tiers.block_shard_copier import BlockShardCopier
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "threads": 1, "dtype": "float32", "block_size": 8, "max_batch_tokens": 32,
@@ -116,7 +116,7 @@ def check_changed_homes(engine: Engine, expected: Replies, length: int) -> None:
         def note_home(request: Request, reserved_blocks: int, admit: Any = admit, found: Any = found) -> bool:
             is_admitted = bool(admit(request, reserved_blocks))
             if is_admitted:
-                found[request.id] = engine.kv.home_of(request)  # type: ignore[union-attr]
+                found[request.id] = engine.kv.dp_rank_of(request)  # type: ignore[union-attr]
             return is_admitted
 
         engine.kv.admit = note_home  # type: ignore[method-assign]
@@ -160,8 +160,8 @@ def test_buffers_are_used_again_after_all_ranks_have_copied(
     Host memory has few buffers, so that they are used again at once. Some saves are in steps without work."""
     config = build_config(tmp_path / "model", "llama")
 
-    def copy_late(copy: Callable[[PartBlockCopier, Sequence[BlockCopy]], None]) -> Any:
-        def run_late(self: PartBlockCopier, copies: Sequence[BlockCopy]) -> None:
+    def copy_late(copy: Callable[[BlockShardCopier, Sequence[BlockCopy]], None]) -> Any:
+        def run_late(self: BlockShardCopier, copies: Sequence[BlockCopy]) -> None:
             if copies and self is slow:
                 time.sleep(0.005)
             copy(self, copies)
@@ -169,7 +169,7 @@ def test_buffers_are_used_again_after_all_ranks_have_copied(
         return run_late
 
     for name in ("save", "load"):
-        monkeypatch.setattr(PartBlockCopier, name, copy_late(getattr(PartBlockCopier, name)))
+        monkeypatch.setattr(BlockShardCopier, name, copy_late(getattr(BlockShardCopier, name)))
     expected = run(boot(config).engine)
     settings = {"kv_disk": str(tmp_path / "disk"), "kv_disk_size": 1 << 24, "kv_host_memory": 8 * 4096}
     engine = make_thread_engine(config.with_settings(**settings, **layout), max_blocks=(9, 0))

@@ -21,9 +21,9 @@ from emberline.kernels.uw12_ref import reference_pack, reference_unpack
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of, read_outline
 from emberline.models.shard import Shard
-from emberline.models.stored_cuts import DimensionCut, cut_tensor
-from emberline.models.tensor_cuts import CutRules, cut_checkpoint
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.tensor_sharding import ShardingRules, shard_checkpoint
+from emberline.models.tensor_slices import DimensionSlice, slice_tensor
+from emberline.models.weight_matrices import list_weight_matrices
 
 LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 MATRICES = {  # n, k
@@ -45,23 +45,23 @@ def shards(of: int) -> list[Shard]:
     return [Shard(rank, of) for rank in range(of)]
 
 
-def find_cut(name: str, shape: tuple[int, ...], shard: Shard, config: ModelConfig = LLAMA_8B) -> DimensionCut:
-    (cut,) = CutRules(config, shard).find(f"{name}.weight", len(shape))
-    assert cut.size == shape[cut.dimension]
-    return cut
+def find_slice(name: str, shape: tuple[int, ...], shard: Shard, config: ModelConfig = LLAMA_8B) -> DimensionSlice:
+    (found,) = ShardingRules(config, shard).find(f"{name}.weight", len(shape))
+    assert found.size == shape[found.dimension]
+    return found
 
 
-def list_part(cut: DimensionCut) -> list[int]:
-    return [index for begin, end in cut.ranges for index in range(begin, end)]
+def list_indexes(found: DimensionSlice) -> list[int]:
+    return [index for begin, end in found.ranges for index in range(begin, end)]
 
 
 @pytest.mark.parametrize("of", [2, 4, 8])
 def test_llama_8b_shards_cover_it_and_can_be_packed(of: int) -> None:
     for name, shape in ALL.items():
-        cuts = [find_cut(name, shape, shard) for shard in shards(of)]
-        assert [i for cut in cuts for i in list_part(cut)] == list(range(cuts[0].size)), name
-        for cut in cuts:
-            assert uw12.supports(*[cut.part if i == cut.dimension else size for i, size in enumerate(shape)])
+        slices = [find_slice(name, shape, shard) for shard in shards(of)]
+        assert [i for found in slices for i in list_indexes(found)] == list(range(slices[0].size)), name
+        for found in slices:
+            assert uw12.supports(*[found.num_kept if i == found.dimension else size for i, size in enumerate(shape)])
     configs = [shard.shard_config(LLAMA_8B) for shard in shards(of)]
     assert sum(part.vocab_rows for part in configs) == LLAMA_8B.vocab == configs[0].vocab
     assert all((p.heads * of, p.kv_heads * of, p.ffn * of, p.hidden) == (32, 8, 14336, 4096) for p in configs)
@@ -73,8 +73,8 @@ def test_fewer_kv_heads_than_ranks() -> None:
     for shard in shards(8):
         made = shard.shard_config(config)
         assert (made.heads, made.kv_heads) == (2, 1)
-        cut = find_cut("model.layers.0.self_attn.k_proj", (16, 48), shard, config)
-        assert list_part(cut) == list(range(8 * (shard.rank // 4), 8 * (shard.rank // 4) + 8))
+        found = find_slice("model.layers.0.self_attn.k_proj", (16, 48), shard, config)
+        assert list_indexes(found) == list(range(8 * (shard.rank // 4), 8 * (shard.rank // 4) + 8))
 
 
 @pytest.mark.parametrize("of", [2, 8])
@@ -87,7 +87,7 @@ def test_products_of_packed_shards_equal_full_product(name: str, of: int) -> Non
     weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()
     sums, beside = torch.zeros(3, n).double(), []
     for shard in shards(of):
-        ((begin, end),) = find_cut(f"model.layers.0.{name}", MATRICES[name], shard).ranges
+        ((begin, end),) = find_slice(f"model.layers.0.{name}", MATRICES[name], shard).ranges
         part = (weight[begin:end] if by_rows else weight[:, begin:end]).contiguous()
         made = reference_pack(part)
         assert made is not None and torch.equal(reference_unpack(made).view(torch.int16), part.view(torch.int16))
@@ -102,24 +102,24 @@ def test_products_of_packed_shards_equal_full_product(name: str, of: int) -> Non
 def test_contiguous_parts_are_shorter_tensors() -> None:
     """So nothing but the bytes of a rank is read. Other parts have byte ranges."""
     info = TensorInfo("BF16", (4, 6, 8), Path("x"), 1000, 384)
-    rows = DimensionCut(0, 4, ((1, 3),))
-    part = cut_tensor("x", info, [rows])
-    assert (part.shape, part.offset, part.nbytes, part.cut) == ((2, 6, 8), 1000 + 96, 192, None)
-    part = cut_tensor("x", info, [rows, DimensionCut(2, 8, ((0, 2), (4, 6)))])
+    rows = DimensionSlice(0, 4, ((1, 3),))
+    part = slice_tensor("x", info, [rows])
+    assert (part.shape, part.offset, part.nbytes, part.stored_slice) == ((2, 6, 8), 1000 + 96, 192, None)
+    part = slice_tensor("x", info, [rows, DimensionSlice(2, 8, ((0, 2), (4, 6)))])
     assert (part.shape, part.offset, part.nbytes) == ((2, 6, 4), 1096, 192)
-    assert part.cut is not None and part.cut.num_bytes == 2 * 6 * 4 * 2
-    assert [*part.cut.list_spans()][:3] == [(0, 4), (8, 12), (16, 20)]
+    assert part.stored_slice is not None and part.stored_slice.num_bytes == 2 * 6 * 4 * 2
+    assert [*part.stored_slice.list_spans()][:3] == [(0, 4), (8, 12), (16, 20)]
     with pytest.raises(ModelFileError, match=r"'x' in x has the shape \(4, 6, 8\); config.json requires 5"):
-        cut_tensor("x", info, [DimensionCut(0, 5, ((0, 1),))])
+        slice_tensor("x", info, [DimensionSlice(0, 5, ((0, 1),))])
 
 
 def test_replicated_tensors() -> None:
-    rules = CutRules(LLAMA_8B, Shard(1, 2))
+    rules = ShardingRules(LLAMA_8B, Shard(1, 2))
     for name, dimensions in (("norm.weight", 1), ("layers.0.self_attn.q_norm.weight", 1), ("odd", 2)):
         assert rules.find(f"model.{name}", dimensions) == []
     for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):
         assert rules.find(f"model.layers.0.{name}", 1) == []
-    assert rules.find("model.layers.0.self_attn.q_proj.bias", 1) == [DimensionCut(0, 4096, ((2048, 4096),))]
+    assert rules.find("model.layers.0.self_attn.q_proj.bias", 1) == [DimensionSlice(0, 4096, ((2048, 4096),))]
     assert rules.find("model.layers.32.self_attn.q_proj.weight", 2) == []  # for multi-token prediction
 
 
@@ -133,8 +133,8 @@ def test_whole_experts() -> None:
     assert [shard.experts(6) for shard in mixed] == [range(3), range(3), range(3, 6), range(3, 6)]
     assert [shard.expert_columns(80) for shard in mixed] == [range(40), range(40, 80)] * 2
     names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(6)]
-    assert [CutRules(wide, mixed[2]).has_part(name) for name in names] == [False] * 3 + [True] * 3
-    assert CutRules(wide, mixed[2]).has_part("model.layers.0.mlp.gate.weight")
+    assert [ShardingRules(wide, mixed[2]).has_part(name) for name in names] == [False] * 3 + [True] * 3
+    assert ShardingRules(wide, mixed[2]).has_part("model.layers.0.mlp.gate.weight")
 
 
 def test_models_that_cannot_be_sharded(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_damaged_shapes_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(40, 48)
     checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors))
     with pytest.raises(ModelFileError, match=r"up_proj.* has the shape"):
-        cut_checkpoint(checkpoint, Shard(0, 2))
+        shard_checkpoint(checkpoint, Shard(0, 2))
 
 
 def test_latents_in_blocks_of_rows_are_replicated() -> None:
@@ -189,4 +189,4 @@ def test_latents_in_blocks_of_rows_are_replicated() -> None:
 def test_plans_of_large_models_have_the_parts_of_ranks(file: str, ranks: int) -> None:
     config = read_object(Path(__file__).parents[2] / "benchmarks" / "configs" / file)
     part = Shard(0, ranks).shard_config(ModelConfig.from_hf(config))
-    assert list_weight_parts(outline_of(part)) == list_weight_parts(read_outline(config).divide(ranks))
+    assert list_weight_matrices(outline_of(part)) == list_weight_matrices(read_outline(config).divide(ranks))

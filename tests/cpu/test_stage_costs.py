@@ -17,7 +17,7 @@ from emberline.engine.boot import boot
 from emberline.engine.pacing import max_prompt_tokens
 from emberline.engine.ranks import stage_costs
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.stage_costs import ModelCosts, PartCost, RankMemory, choose_stages, measure_costs
+from emberline.engine.ranks.stage_costs import ComponentCost, ModelCosts, RankMemory, choose_stages, measure_costs
 from emberline.engine.request_builder import RequestBuilder
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
@@ -28,13 +28,15 @@ LARGE = RankMemory(all_bytes=1000, kv_bytes=1000, num_blocks=1)
 
 def make_costs(layers: list[float], embedding: float = 0.0, head: float = 0.0) -> ModelCosts:
     """Return costs with these seconds; each layer has 10 bytes of weights, and 5 in a KV block."""
-    return ModelCosts(tuple(PartCost(each, 10, 5) for each in layers), PartCost(embedding, 100), PartCost(head, 100))
+    return ModelCosts(
+        tuple(ComponentCost(each, 10, 5) for each in layers), ComponentCost(embedding, 100), ComponentCost(head, 100)
+    )
 
 
 def test_the_slowest_stage_is_as_fast_as_possible() -> None:
     costs = make_costs([1.0] * 10, embedding=0.5, head=4.0)
     assert costs.split(2, LARGE) == (7, 3)
-    assert costs.shares((7, 3)) == pytest.approx([7.5 / 14.5, 7.0 / 14.5])
+    assert costs.stage_shares((7, 3)) == pytest.approx([7.5 / 14.5, 7.0 / 14.5])
     assert make_costs([5.0, 1.0, 1.0, 1.0, 1.0, 1.0]).split(2, LARGE) == (1, 5)
 
 
@@ -51,7 +53,7 @@ def test_each_kind_of_layer_is_timed(name: str, tmp_path: Path, monkeypatch: pyt
     WRITERS[name](tmp_path)
     model = ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
     config = EngineConfig.build(str(tmp_path), **SETTINGS, tp=2, pp=2)
-    costs = measure_costs(config, Layout.of(config.parallel))
+    costs = measure_costs(config, Layout.from_config(config.parallel))
     assert len(costs.layers) == model.layers and all(each.seconds > 0 for each in costs.layers)
     sparse = model.experts.layers if model.experts else (False,) * model.layers
     states = [layer in model.parts.attention.state_layers for layer in range(model.layers)]
@@ -67,7 +69,7 @@ def test_stages_chosen_by_hand_compute_the_same_tokens(tmp_path: Path) -> None:
     pending = [Submission(f"r{i}", [5, 6, 7 + i], SamplingParams(max_tokens=6, seed=i)) for i in range(3)]
     staged = config.with_settings(pp=2, pp_layers=f"{layers - 1},1")
     layout, shares = choose_stages(
-        staged, Layout.of(staged.parallel), ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
+        staged, Layout.from_config(staged.parallel), ModelConfig.from_checkpoint(Checkpoint.open(tmp_path))
     )
     assert layout.stage_layers == (layers - 1, 1) and sum(shares) == pytest.approx(1.0)
     engine = make_thread_engine(staged)

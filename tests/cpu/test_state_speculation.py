@@ -73,7 +73,7 @@ def make_engine(
     c, eos, shape = model.config, frozenset({EOS}), make_state_shape(model.config)
     assert shape is not None
     groups = LayerGroups.with_states(c.layers, c.parts.attention.state_layers)
-    states = StateCache(shape, slots, has_padding_slot=pipelined, num_places=MAX_RUNNING, max_draft=MAX_DRAFT)
+    states = StateCache(shape, slots, has_padding_slot=pipelined, num_draft_slots=MAX_RUNNING, max_draft=MAX_DRAFT)
     for memory in (states.conv, states.matrices, states.draft_conv, states.draft_rule):
         memory.fill_(float("nan"))  # what a request did not write, it must not read
     if pipelined:
@@ -224,7 +224,7 @@ def test_booted_engines(directories: dict[str, Path], tmp_path: Path, speculate:
 def test_rows_of_drafts_are_part_of_the_memory(models: dict[str, DecoderModel]) -> None:
     shape = make_state_shape(models["next"].config)
     assert shape is not None
-    states = StateCache(shape, 3, num_places=2, max_draft=5)
+    states = StateCache(shape, 3, num_draft_slots=2, max_draft=5)
     rows = states.draft_conv.nbytes + states.draft_rule.nbytes
     assert rows == 10 * shape.draft_bytes and states.num_bytes == 3 * shape.slot_bytes + rows
     for running, memory in ((4, 1 << 20), (40, 1 << 20), (400, 1 << 20)):

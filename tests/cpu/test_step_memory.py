@@ -24,10 +24,10 @@ from emberline.engine.step_sizes import StepSizes
 from emberline.kernels import ops, work_limits
 from emberline.kernels.attention_plan import AttentionPlan
 from emberline.kernels.comm.lone_rank import LoneRank
-from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.narrow_layout import FourBitWeight
 from emberline.kernels.cuda.uw12 import UNIT_BYTES, UW12Weight
+from emberline.kernels.four_bit_size import count_packed_bytes
 from emberline.kernels.mixture import Expert, Mixture, Routing, SharedExpert, StackedExperts
-from emberline.kernels.narrow_size import count_packed_bytes
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.portable_backend import PortableBackend
 from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, StepKernels
@@ -42,9 +42,9 @@ from emberline.models.moe import SparseFeedForward
 
 H, F, QKV, TOKENS = 4096, 14336, 6144, 32768
 NETWORK = GatedNetwork(H, F)
-SIZES = StepSizes.of(outline_of(ModelConfig.from_hf(LLAMA_8B)), 128256)
+SIZES = StepSizes.from_outline(outline_of(ModelConfig.from_hf(LLAMA_8B)), 128256)
 FORMS: tuple[Form, ...] = ("plain", "packed", "fp8", "fp8 blocks", "int4")
-NARROW = {
+QUANTISED = {
     "fp8": [("fp8", 2 * F, H, H)],
     "fp8 blocks": [("fp8", 2 * F, H, BLOCK)],
     "int4": [("int4", 2 * F, H, BLOCK)],
@@ -52,7 +52,7 @@ NARROW = {
 
 
 def kernels_of(kernels: str, form: Form) -> StepKernels:
-    return StepKernels.of(kernels, 2, packed=form == "packed", narrow=NARROW.get(form, ()))
+    return StepKernels.for_weights(kernels, 2, packed=form == "packed", quantised=QUANTISED.get(form, ()))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -124,7 +124,7 @@ def test_a_layer_of_a_rank_allocates_what_is_planned(
 
     def run() -> None:
         x = empty(TOKENS, H)
-        if (fused := FusedLayer.of(attention, ffn)) is None:
+        if (fused := FusedLayer.make_if_supported(attention, ffn)) is None:
             DecoderLayer(attention, ffn)(x, cache, cache, batch)
         else:
             fused.run(x, empty(TOKENS, H), cache, cache, batch, None, fused)
@@ -164,9 +164,11 @@ def test_gates_are_stored_where_no_kernel_avoids_it() -> None:
     assert hopper.gated_bytes(NETWORK, 2049, 2048) == 2048 * stored
     assert hopper.gated_bytes(NETWORK, TOKENS + 1, 2048) == (TOKENS + 1) * stored
     assert hopper.gated_bytes(GatedNetwork(H, F + 8), TOKENS, 2048) == TOKENS * 2 * (H + 3 * (F + 8))
-    wide = StepKernels.of("hopper", 4)
+    wide = StepKernels.for_weights("hopper", 4)
     assert wide.gated_bytes(NETWORK, TOKENS, 2048) == TOKENS * 4 * (H + 3 * F)
-    odd = StepKernels.of("hopper", 2, narrow=[("fp8", 2 * F, H, 64)])  # groups that quantised inputs do not fit
+    odd = StepKernels.for_weights(
+        "hopper", 2, quantised=[("fp8", 2 * F, H, 64)]
+    )  # groups that quantised inputs do not fit
     assert odd.gated_bytes(NETWORK, TOKENS, 2048) == TOKENS * stored
 
 
@@ -201,7 +203,7 @@ def make_experts(form: Form, n: int, k: int, *, gated: bool) -> Tensor | PackedE
         units, size = k // 128, count_packed_bytes(form, n, k, GROUPS[form])
         data = empty(COUNT, n // 64, units, 4, size // (n // 16 * units), dtype=torch.uint8)
         name = "Int4<1, false>" if form == "int4" else "Float4<4>"
-        weight: Any = NarrowWeight(data, name, n, k, 1.0, None, None, gated)
+        weight: Any = FourBitWeight(data, name, n, k, 1.0, None, None, gated)
         return PackedExperts(COUNT, n, k, WeightLayout.QUANTISED, weight, data.nbytes, gated)
     planes = empty(COUNT * n // 64, k // 64, 4, UNIT_BYTES, dtype=torch.uint8)
     weight = UW12Weight(planes, empty(COUNT * n // 16, 512, dtype=torch.uint8), COUNT * n, k)
@@ -225,9 +227,9 @@ def make_mixture(backend: PortableBackend, form: Form, shared: int) -> Mixture:
 
 
 def plan_experts(kernels: str, form: Form) -> StepKernels:
-    narrow = [(form, 2 * WIDTH, HIDDEN, GROUPS[form])] if form in GROUPS else []
-    forms: Any = {"narrow_experts": narrow, "has_other_experts": not narrow}
-    return StepKernels.of(kernels, 2, packed=form == "packed", **forms)
+    quantised = [(form, 2 * WIDTH, HIDDEN, GROUPS[form])] if form in GROUPS else []
+    forms: Any = {"quantised_experts": quantised, "has_other_experts": not quantised}
+    return StepKernels.for_weights(kernels, 2, packed=form == "packed", **forms)
 
 
 def describe_experts(shared: int = 0) -> ExpertNetwork:
@@ -281,19 +283,19 @@ def test_experts_by_hand() -> None:
     unused = COUNT * 255
     tables = 24 * (rows * CHOSEN + unused)
     outputs = 2 * rows * CHOSEN * (WIDTH + HIDDEN)
-    assert StepKernels.of("portable", 2).expert_bytes(network, rows, 2048) == normed + outputs + tables
+    assert StepKernels.for_weights("portable", 2).expert_bytes(network, rows, 2048) == normed + outputs + tables
     few = 320 * COUNT + unused
     sorted_rows = few * (2 * (WIDTH + HIDDEN) + 24)
     assert sorted_rows > outputs + tables
-    assert StepKernels.of("hopper", 2).expert_bytes(network, rows, 2048) == normed + sorted_rows
+    assert StepKernels.for_weights("hopper", 2).expert_bytes(network, rows, 2048) == normed + sorted_rows
     places = rows * CHOSEN + unused
-    packed = StepKernels.of("hopper", 2, packed=True)
+    packed = StepKernels.for_weights("hopper", 2, packed=True)
     assert packed.expert_bytes(network, rows, 2048) == normed + places * (2 * (WIDTH + HIDDEN) + 24)
     # 4-bit codes: with tiles of 128 rows, inputs are copied into 24,576 places at a time, and outputs need none.
     places = rows * CHOSEN + COUNT * 127
-    narrow = plan_experts("hopper", "int4")
+    quantised = plan_experts("hopper", "int4")
     stored = places * (2 * WIDTH + 24) + 2 * rows * CHOSEN * HIDDEN
-    assert narrow.expert_bytes(network, rows, 2048) == normed + stored
+    assert quantised.expert_bytes(network, rows, 2048) == normed + stored
 
 
 def test_only_dense_matrices_are_unpacked() -> None:

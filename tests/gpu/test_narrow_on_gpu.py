@@ -138,7 +138,7 @@ def test_plans(size: tuple[int, int, int]) -> None:
     exact = x.double() @ dequantise(matrix).double().T
     for parts in (part for part in (1, 2, 4, 16) if part <= size[2]):
         for stages, buffers in ((1, 1), (2, 0), (3, 1), (2, 2)):
-            plan = packed_narrow.NarrowPlan(*size, parts, stages, buffers, 1)
+            plan = packed_narrow.FourBitPlan(*size, parts, stages, buffers, 1)
             if plan.shared_bytes(rows, w.unit_bytes) > packed_narrow.MAX_SHARED_BYTES:
                 continue
             out = torch.full((rows, 672), torch.nan, device=GPU)
@@ -170,7 +170,7 @@ def test_wide_plans(name: str, columns: int) -> None:
     for groups in narrow_wide.GROUPS[columns]:
         for parts, stages in ((1, 1 if name == "int4-32" else 2), (2, 2), (4, 3)):
             out = torch.full((rows, 672), torch.nan, device=GPU)
-            narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideNarrowPlan(groups, columns, parts, stages))
+            narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideFourBitPlan(groups, columns, parts, stages))
             assert float((out.double() - exact).norm() / exact.norm()) < 1e-5
 
 
@@ -182,7 +182,7 @@ def test_rows_of_a_tile_with_few_rows_have_the_same_bits(name: str, columns: int
     w, x = pack_matrix(make_matrix(name, 192, 1344, device=GPU)), torch.randn(columns + 2, 1344, device=GPU).to(BF16)
     x[columns:] = x[:2]
     out = torch.full((columns + 2, 192), torch.nan, device=GPU)
-    narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideNarrowPlan(1, columns, 1, 3))
+    narrow_wide.linear(x, w, out=out, plan=narrow_wide.WideFourBitPlan(1, columns, 1, 3))
     assert torch.equal(out[columns:], out[:2])
 
 

@@ -76,7 +76,7 @@ def test_logits_are_near_those_of_the_values(name: str, tmp_path: Path) -> None:
     ours = compute_logits(model, 1000)
     plain = compute_logits(load_on("cuda", Checkpoint.open(tmp_path / "plain"), torch.bfloat16), 1000)
     error, rounding = (float((each - theirs).abs().mean() / theirs.abs().mean()) for each in (ours, plain))
-    print(f"{name}: kept={len(weights.narrow_sizes)} error={error:.4f} bf16={rounding:.4f}")
+    print(f"{name}: kept={len(weights.quantised_sizes)} error={error:.4f} bf16={rounding:.4f}")
     assert error < (3 * rounding + 0.1 if CASES[name].kind == "fp8" else 2 * rounding + 0.01)
 
 
@@ -103,8 +103,8 @@ def test_memory_is_as_planned(weights: str, tmp_path: Path, monkeypatch: pytest.
     torch.cuda.synchronize()
     rope = 2 * 512 * 64 * 4  # tables of angles, which are not weights
     allocated = torch.cuda.memory_allocated() - before - rope
-    planned = memory.weight_bytes(config, 2, packed=placed.packed, narrow=placed.narrow_sizes)
-    if placed.narrow_sizes and not placed.packed:
+    planned = memory.weight_bytes(config, 2, packed=placed.packed, quantised=placed.quantised_sizes)
+    if placed.quantised_sizes and not placed.packed:
         allocated += ops.add_packed_copy(model.head.weight)
     print(f"{weights}: allocated={allocated} planned={planned} ratio={allocated / planned:.4f}")
     assert abs(allocated - planned) < 0.02 * planned

@@ -15,7 +15,7 @@ from emberline.kernels.cuda.linear import BF16Weight, linear
 from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.models.config import ModelConfig
 from emberline.models.shard import Shard
-from emberline.models.tensor_cuts import CutRules
+from emberline.models.tensor_sharding import ShardingRules
 
 pytestmark = needs_hopper_kernels
 
@@ -26,7 +26,7 @@ SHAPES = {"q_proj": (4096, 4096), "o_proj": (4096, 4096), "gate_proj": (14336, 4
 
 def cut_slices(kind: str, shard: Shard) -> tuple[slice, slice]:
     module = "self_attn" if kind in ("q_proj", "o_proj") else "mlp"
-    (cut,) = CutRules(LLAMA_8B, shard).find(f"model.layers.0.{module}.{kind}.weight", 2)
+    (cut,) = ShardingRules(LLAMA_8B, shard).find(f"model.layers.0.{module}.{kind}.weight", 2)
     part = slice(*cut.ranges[0])
     return (part, slice(None)) if cut.dimension == 0 else (slice(None), part)
 

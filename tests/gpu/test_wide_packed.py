@@ -13,7 +13,7 @@ from gpu_settings import needs_hopper_kernels
 from linear_cases import poisoned, random
 from torch import Tensor
 
-from emberline.kernels.cuda import wide, wide_parts
+from emberline.kernels.cuda import wide, wide_halves
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 from emberline.kernels.cuda.uw12 import UW12Weight, escapes_offset, pack
 from emberline.kernels.cuda.wide import TileConfig, linear, make_plan
@@ -234,9 +234,9 @@ def test_halves_of_the_rows(m: int) -> None:
     n, k = 4096, 1344
     packed, half = packed_with_few_escapes(n, k), -(-m // 16) * 8
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
-    assert wide_parts.supports(m, n, k) and not wide_parts.supports(256, n, k) and not wide_parts.supports(385, n, k)
+    assert wide_halves.supports(m, n, k) and not wide_halves.supports(256, n, k) and not wide_halves.supports(385, n, k)
     for gated, added, dtype in ((False, None, F32), (False, residual, BF16), (True, None, BF16)):
-        out = wide_parts.linear(
+        out = wide_halves.linear(
             x, packed, out=poisoned(m, n // (1 + gated), dtype=dtype), bias=bias, residual=added, gated=gated
         )
         for rows in (slice(0, half), slice(half, m)):

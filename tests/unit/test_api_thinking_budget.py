@@ -49,7 +49,7 @@ ANSWER = "\n\nParis, as ever."
 
 
 class ReasoningRunner(FakeRunner):
-    """Writes `lead`, then reasoning without end or of `reasoning_chars` characters, then an answer."""
+    """Writes `lead_group`, then reasoning without end or of `reasoning_chars` characters, then an answer."""
 
     def __init__(self, tokenizer: Tokenizer, lead: str = "", reasoning_chars: int | None = None) -> None:
         super().__init__(vocab_size=tokenizer.vocab_size, eos=frozenset({EOS}))

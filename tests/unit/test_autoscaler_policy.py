@@ -13,7 +13,7 @@ from queue_model import QueueModel
 from emberline.autoscaler.capacity import CapacityEstimate
 from emberline.autoscaler.forecast import DemandForecast
 from emberline.autoscaler.observation import PoolObservation
-from emberline.autoscaler.policy import PolicyState, decide
+from emberline.autoscaler.policy import PolicyState, decide_scaling
 from emberline.autoscaler.settings import AutoscalerSettings, PoolSettings
 from emberline.core.errors import InvalidRequest
 from emberline.core.slo import LatencyTargets
@@ -28,7 +28,7 @@ def settings(*pools: PoolSettings, **changes: Any) -> AutoscalerSettings:
 
 def decide_once(seen: PoolObservation, config: AutoscalerSettings, now: float = 1000.0) -> int:
     """Return the decision for one pool, long after the start."""
-    return decide({config.pools[0].role: seen}, PolicyState({}, 0.0), now, config).desired[config.pools[0].role]
+    return decide_scaling({config.pools[0].role: seen}, PolicyState({}, 0.0), now, config).desired[config.pools[0].role]
 
 
 def test_a_slow_rise_and_fall_is_followed_without_missing_the_slo() -> None:
@@ -107,7 +107,7 @@ def test_nothing_is_removed_before_a_cool_down_has_passed() -> None:
     config, seen = settings(period=0.0), PoolObservation(ready=9, open_requests=1, prompt_rate=100.0)
     state, desired = PolicyState(), []
     for now in range(1000, 1400, 5):
-        decision = decide({"both": seen}, state, float(now), config)
+        decision = decide_scaling({"both": seen}, state, float(now), config)
         state = decision.state
         desired.append(decision.desired["both"])
     assert desired[0] == 9 and desired[35] == 9 and desired[-1] == 1
@@ -115,10 +115,10 @@ def test_nothing_is_removed_before_a_cool_down_has_passed() -> None:
 
 def test_an_slo_that_no_worker_reaches_starts_no_further_workers() -> None:
     seen = PoolObservation(ready=2, open_requests=2, prompt_rate=50.0, ttft_s=3.0, itl_s=0.2)
-    decision = decide({"both": seen}, PolicyState({}, 0.0), 1000.0, settings(PoolSettings("both")))
+    decision = decide_scaling({"both": seen}, PolicyState({}, 0.0), 1000.0, settings(PoolSettings("both")))
     assert decision.desired["both"] == 2 and decision.state.pools["both"].is_slo_unreachable
     busy = replace(seen, open_requests=40)
-    decision = decide({"both": busy}, PolicyState({}, 0.0), 1000.0, settings(PoolSettings("both")))
+    decision = decide_scaling({"both": busy}, PolicyState({}, 0.0), 1000.0, settings(PoolSettings("both")))
     assert decision.desired["both"] == 3 and decision.reasons["both"] in ("load", "latency")
 
 
@@ -134,26 +134,28 @@ def test_an_slo_that_no_worker_reaches_starts_no_further_workers() -> None:
     ],
 )
 def test_each_signal_adds_workers(seen: PoolObservation, reason: str) -> None:
-    decision = decide({"both": seen}, PolicyState({}, 0.0), 1000.0, settings())
+    decision = decide_scaling({"both": seen}, PolicyState({}, 0.0), 1000.0, settings())
     assert decision.desired["both"] > 4 and decision.reasons["both"] == reason
 
 
 def test_requests_that_wait_at_workers_take_one_slot_each() -> None:
     seen = PoolObservation(ready=4, open_requests=40, waiting_requests=8, slots=32)
-    assert decide({"both": seen}, PolicyState({}, 0.0), 1000.0, settings()).desired["both"] == 6  # 40 / 0.9 of 8 slots
+    assert (
+        decide_scaling({"both": seen}, PolicyState({}, 0.0), 1000.0, settings()).desired["both"] == 6
+    )  # 40 / 0.9 of 8 slots
     seen = replace(seen, waiting_requests=18, unassigned_requests=10)
-    assert decide({"both": seen}, PolicyState({}, 0.0), 1000.0, settings()).desired["both"] == 7
+    assert decide_scaling({"both": seen}, PolicyState({}, 0.0), 1000.0, settings()).desired["both"] == 7
 
 
 def test_prefill_and_decode_pools_follow_their_own_latency() -> None:
     config = settings(PoolSettings("prefill"), PoolSettings("decode"))
     seen = PoolObservation(ready=2, open_requests=40, prompt_rate=100.0, ttft_s=2.0, itl_s=0.01)
-    assert decide({"prefill": seen, "decode": seen}, PolicyState({}, 0.0), 1e3, config).desired == {
+    assert decide_scaling({"prefill": seen, "decode": seen}, PolicyState({}, 0.0), 1e3, config).desired == {
         "prefill": 3,
         "decode": 2,
     }
     seen = replace(seen, ttft_s=0.1, itl_s=0.2)
-    assert decide({"prefill": seen, "decode": seen}, PolicyState({}, 0.0), 1e3, config).desired == {
+    assert decide_scaling({"prefill": seen, "decode": seen}, PolicyState({}, 0.0), 1e3, config).desired == {
         "prefill": 2,
         "decode": 3,
     }
@@ -163,10 +165,10 @@ def test_the_budget_is_shared_by_need_and_never_exceeded() -> None:
     pools = PoolSettings("prefill", 1, 20, capacity=1000.0), PoolSettings("decode", 1, 20, gpus=2, capacity=1000.0)
     config = settings(*pools, max_gpus=10)
     busy = PoolObservation(ready=1, open_requests=40, prompt_rate=8000.0)
-    desired = decide({"prefill": busy, "decode": busy}, PolicyState({}, 0.0), 1e3, config).desired
+    desired = decide_scaling({"prefill": busy, "decode": busy}, PolicyState({}, 0.0), 1e3, config).desired
     assert desired["prefill"] + 2 * desired["decode"] <= 10 and min(desired.values()) >= 3
     calm = PoolObservation(ready=1, open_requests=1, prompt_rate=100.0)
-    desired = decide({"prefill": calm, "decode": busy}, PolicyState({}, 0.0), 1e3, config).desired
+    desired = decide_scaling({"prefill": calm, "decode": busy}, PolicyState({}, 0.0), 1e3, config).desired
     assert desired == {"prefill": 1, "decode": 4}
 
 

@@ -35,7 +35,7 @@ class Run:
         self.gpus: list[int] = []
         self.unanswered = 0
         self._gpus_of = {pool.role: pool.gpus for pool in settings.pools}
-        self.cluster.every(1.0, lambda: self.gpus.append(self.count_gpus()))
+        self.cluster.call_every(1.0, lambda: self.gpus.append(self.count_gpus()))
         self.cluster.observers.append(
             lambda record: setattr(self, "unanswered", self.unanswered + (record.outcome != "answered"))
         )

@@ -382,7 +382,7 @@ def test_random_weights_replace_a_checkpoint() -> None:
     assert weights.loaded_bytes == 2 * (300 * 200 + 50 * 64) + 4 * 9
     assert weights.has_tensor("a.weight") and not weights.has_tensor("a.bias")
     head = weights.linear([("lm_head.weight", 64)], 32, full_precision=True)
-    assert (head.n, head.k, weights.narrow_sizes) == (64, 32, [])
+    assert (head.n, head.k, weights.quantised_sizes) == (64, 32, [])
     weights.finish()
 
 

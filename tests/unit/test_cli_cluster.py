@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from emberline.cli import cluster, drain, serve
-from emberline.cli.options import given_options
+from emberline.cli.options import explicit_options
 from emberline.cluster.supervisor import build_processes
 from emberline.core.config import RouterConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig
@@ -90,7 +90,7 @@ def test_mooncake_enables_checksums_by_default() -> None:
     serve.add_arguments(parser)
 
     def sealed(*options: str) -> bool:
-        given = given_options(parser.parse_args(["m", *options]), EngineConfig)
+        given = explicit_options(parser.parse_args(["m", *options]), EngineConfig)
         return EngineConfig.build("", **given).network.uses_checksums
 
     assert not sealed() and sealed("--kv-checksums") and sealed("--kv-mooncake")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from emberline.cli.__main__ import COMMANDS, CommandParser
-from emberline.cli.options import format_size, given_options, option_flag, parse_size
+from emberline.cli.options import explicit_options, format_size, option_flag, parse_size
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.gateway_config import GatewayConfig
@@ -102,9 +102,9 @@ def test_help_shows_the_defaults_of_the_config() -> None:
 
 def test_options_become_settings_only_if_given() -> None:
     parser = PARSERS["serve"]
-    assert given_options(parser.parse_args([]), EngineConfig) == {}
+    assert explicit_options(parser.parse_args([]), EngineConfig) == {}
     words = ["--max-running", "7", "--no-prefix-cache", "--kv-memory", "1G", "--no-kv-checksums", "--itl-target-ms=9"]
-    assert given_options(parser.parse_args(words), EngineConfig) == {
+    assert explicit_options(parser.parse_args(words), EngineConfig) == {
         "max_running": 7,
         "prefix_cache": False,
         "kv_memory": 1 << 30,
@@ -112,7 +112,7 @@ def test_options_become_settings_only_if_given() -> None:
         "itl_target_ms": 9.0,
     }
     words = ["--api-key", "a", "--api-key", "b", "--open", "--cors-origins", "https://a, https://b"]
-    assert given_options(parser.parse_args(words), ServerConfig) == {
+    assert explicit_options(parser.parse_args(words), ServerConfig) == {
         "api_keys": ("a", "b"),
         "open": True,
         "cors_origins": ("https://a", "https://b"),

@@ -10,7 +10,7 @@ import pytest
 
 from emberline.cli import serve, worker
 from emberline.cli.__main__ import main
-from emberline.cli.options import given_options
+from emberline.cli.options import explicit_options
 from emberline.core.config import ServerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 
@@ -53,11 +53,11 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("command", ["serve", "worker"])
 def test_options_of_a_file(parse: Any, command: str) -> None:
     args = parse(SETTINGS, command=command)
-    engine = EngineConfig.build("", **given_options(args, EngineConfig))
+    engine = EngineConfig.build("", **explicit_options(args, EngineConfig))
     assert (engine.parallel.tp, engine.parallel.pp, engine.parallel.rank_timeout) == (2, 3, 4.5)
     assert engine.kv_cache.kv_memory == 1 << 30 and not engine.scheduler.prefix_cache
     assert engine.network.kv_checksums is False
-    server = given_options(args, ServerConfig)
+    server = explicit_options(args, ServerConfig)
     assert server["api_keys"] == ("a", "b") and server["cors_origins"] == ("https://a", "https://b")
     assert (args.model, args.log_level, server["port"]) == ("smollm2", "error", 7000)
 
@@ -66,7 +66,7 @@ def test_command_line_has_priority(parse: Any) -> None:
     """Also where it gives the default, and for options that can be repeated."""
     args = parse(SETTINGS, "other", "--tp", "1", "--api-key", "c", "--log-level", "info", "--kv-checksums")
     assert (args.model, args.tp, args.pp, args.api_keys, args.log_level) == ("other", 1, 3, ["c"], "info")
-    assert args.kv_checksums is True and given_options(args, TimeSharingConfig) == {}
+    assert args.kv_checksums is True and explicit_options(args, TimeSharingConfig) == {}
 
 
 def test_several_models(parse: Any) -> None:

@@ -12,16 +12,16 @@ from emberline.core.plan import WorkItem
 from emberline.engine.ranks.expert_balancer import CHECK_INTERVAL_S, ExpertBalancer
 from emberline.engine.ranks.expert_moves import decode_moves, encode_moves
 from emberline.engine.ranks.work_codec import WorkEncoder
-from emberline.models.expert_load import RECENT_ROWS, ExpertLoad, measure_imbalance
 from emberline.models.expert_placement import (
-    EMPTY,
+    EMPTY_SLOT,
     Placement,
     group_loads,
-    keep_places,
-    moved_experts,
+    keep_expert_slots,
+    list_moved_experts,
     place_experts,
     place_in_order,
 )
+from emberline.models.expert_row_counts import RECENT_ROWS, ExpertRowCounts, measure_imbalance
 from emberline.server.metrics import render_exposition
 from emberline.worker.rank_metrics import build_expert_metrics
 
@@ -39,9 +39,9 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
 def check(placement: Placement, experts: int, groups: int, slots: int) -> None:
     assert len(placement) == groups and all(len(each) == slots for each in placement)
     for each in placement:
-        used = [expert for expert in each if expert != EMPTY]
+        used = [expert for expert in each if expert != EMPTY_SLOT]
         assert len(used) == len(set(used)), "a group has two copies of an expert"
-    assert {expert for each in placement for expert in each} - {EMPTY} == set(range(experts))
+    assert {expert for each in placement for expert in each} - {EMPTY_SLOT} == set(range(experts))
 
 
 @settings(max_examples=80, deadline=None)
@@ -70,23 +70,23 @@ def test_a_hot_expert_gets_copies() -> None:
 
 
 def test_experts_stay_where_they_can() -> None:
-    current: Placement = ((0, 1, EMPTY), (2, 3, EMPTY))
-    assert keep_places(current, ((3, 2, 0), (0, 1, EMPTY))) == ((0, 1, EMPTY), (2, 3, 0))
+    current: Placement = ((0, 1, EMPTY_SLOT), (2, 3, EMPTY_SLOT))
+    assert keep_expert_slots(current, ((3, 2, 0), (0, 1, EMPTY_SLOT))) == ((0, 1, EMPTY_SLOT), (2, 3, 0))
     copied = place_experts([9, 1, 0, 1], current)
-    assert copied == ((0, 1, EMPTY), (2, 3, 0)) and moved_experts(current, copied) == [(1, 0)]
+    assert copied == ((0, 1, EMPTY_SLOT), (2, 3, 0)) and list_moved_experts(current, copied) == [(1, 0)]
     assert place_experts([9, 1, 0, 1], copied) is copied
-    assert place_experts([1, 0, 9, 1], copied) == ((0, 1, 2), (2, 3, EMPTY))  # the copy that is not needed goes
+    assert place_experts([1, 0, 9, 1], copied) == ((0, 1, 2), (2, 3, EMPTY_SLOT))  # the copy that is not needed goes
 
 
 def test_load_is_counted_by_expert_and_group() -> None:
-    load = ExpertLoad(4, 2)
+    load = ExpertRowCounts(4, 2)
     experts = np.array([[0, 3], [0, 1], [0, 2]])
     load.record(experts, experts // 2)
     assert load.recent.tolist() == [3, 1, 1, 1] and load.rows_by_group.tolist() == [4, 2]
-    even = ExpertLoad(4, 2)
+    even = ExpertRowCounts(4, 2)
     even.record(experts[:1], experts[:1] // 2)
     assert measure_imbalance([load, even]) == (4 + 1) * 2 / (6 + 2)
-    assert measure_imbalance([ExpertLoad(4, 2)]) == 1.0
+    assert measure_imbalance([ExpertRowCounts(4, 2)]) == 1.0
     many = np.zeros((RECENT_ROWS, 1), np.int64)
     load.record(many, many)
     assert load.recent[0] == (RECENT_ROWS + 3) // 2 and load.rows_by_group[0] == RECENT_ROWS + 4
@@ -110,9 +110,12 @@ class Layer:
     """The experts of a layer, as ExpertBalancer sees them."""
 
     def __init__(self, rows: list[int]) -> None:
-        self.placement, self.load = place_in_order(len(rows), 2, len(rows) // 2 + 1), ExpertLoad(len(rows), 2)
+        self.placement, self.expert_row_counts = (
+            place_in_order(len(rows), 2, len(rows) // 2 + 1),
+            ExpertRowCounts(len(rows), 2),
+        )
         numbers = np.repeat(np.arange(len(rows)), rows)[:, None]
-        self.load.record(numbers, numbers // (len(rows) // 2))
+        self.expert_row_counts.record(numbers, numbers // (len(rows) // 2))
 
 
 def test_experts_move_after_some_time_if_the_load_is_uneven() -> None:
@@ -140,6 +143,6 @@ def test_experts_stay_if_the_load_is_even_or_little_is_known() -> None:
 
 
 def test_moves_are_messages_that_differ_from_work() -> None:
-    moves = {3: ((0, 1, EMPTY), (2, 3, 0))}
+    moves = {3: ((0, 1, EMPTY_SLOT), (2, 3, 0))}
     assert decode_moves(encode_moves(moves)) == moves
     assert decode_moves(WorkEncoder(1).encode([WorkItem("r", 0, [5], [1], samples=True)])) is None

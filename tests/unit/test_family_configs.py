@@ -10,8 +10,8 @@ import pytest
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.models.attention_parts import AttentionParts, QueryTemperature
 from emberline.models.config import ModelConfig
+from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.outline import LatentConfig
-from emberline.models.parts import LLAMA_PARTS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 99}
 METADATA: dict[str, Any] = {  # fields of published files that change no logit

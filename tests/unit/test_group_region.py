@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transfer_helpers import blank, content, fill, small
 
-from emberline.kv.block_part import BlockPart
+from emberline.kv.block_shard import BlockShard
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.transfer import group_region
 from emberline.kv.transfer.errors import TransferTimeout
@@ -25,12 +25,12 @@ BLOCKS = 10
 
 def divide(layout: KVLayout, groups: LayerGroups, stages: list[range], tp: int, steps: StepCounter) -> GroupRegion:
     """Return a region of `tp` ranks for each stage. If `tp` is above the number of heads, ranks have copies."""
-    parts: list[tuple[BlockPart, HostRegion]] = []
+    parts: list[tuple[BlockShard, HostRegion]] = []
     each, copies = max(1, HEADS // tp), max(1, tp // HEADS)
     for layers in stages:
         for rank in range(tp):
             heads = range(rank // copies * each, rank // copies * each + each)
-            part = BlockPart.of_rank(groups, layers, heads, is_first=rank % copies == 0)
+            part = BlockShard.of_rank(groups, layers, heads, is_first=rank % copies == 0)
             own = replace(layout, layers=groups.of_layers(layers).block_layers, heads=each)
             parts.append((part, blank(own, BLOCKS)))
     return GroupRegion(layout, parts, steps)

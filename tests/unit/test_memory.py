@@ -23,12 +23,12 @@ from emberline.engine.memory import (
     kv_token_bytes,
     plan_memory,
     weight_bytes,
-    weight_part_bytes,
+    weight_matrices_bytes,
 )
 from emberline.kernels.work_limits import MAX_UNPACKED_WEIGHTS
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 
 LLAMA_8B = ModelConfig.from_hf(bench_model.LLAMA_8B)
 H200 = 141 * 10**9
@@ -150,18 +150,18 @@ def test_packed_experts_are_planned() -> None:
     """Routers are never packed, nor experts with biases, nor small matrices of attention beside experts."""
     config = ModelConfig.from_hf(QWEN3_30B_A3B)
     plain, packed = (memory.weight_bytes(config, 2, packed=packed) for packed in (False, True))
-    attention = [part for part in list_weight_parts(outline_of(config)) if part.kind == "attention"]
-    assert len(attention) == 2 * 48 and all(part.is_faster_plain for part in attention)
+    attention = [part for part in list_weight_matrices(outline_of(config)) if part.kind == "attention"]
+    assert len(attention) == 2 * 48 and all(part.is_faster_unpacked for part in attention)
     unpacked = 2 * sum(part.num_weights for part in attention)
     assert packed - unpacked == pytest.approx((plain - unpacked) * 12.2 / 16, rel=5e-3)
-    assert not any(part.is_faster_plain for part in list_weight_parts(outline_of(LLAMA_8B)))
+    assert not any(part.is_faster_unpacked for part in list_weight_matrices(outline_of(LLAMA_8B)))
     plan = memory.plan_engine_memory(config, gpu_config(weights="packed"), H200, "bfloat16", packed=True)
     assert plan.weights == packed
-    parts = {part.kind: part for part in list_weight_parts(outline_of(config))}
-    assert weight_part_bytes(parts["router"], 2, packed=True) == 2 * 128 * 2048
+    parts = {part.kind: part for part in list_weight_matrices(outline_of(config))}
+    assert weight_matrices_bytes(parts["router"], 2, packed=True) == 2 * 128 * 2048
     experts = replace(outline_of(config).experts or pytest.fail("no experts"), has_biases=True)
-    biased = list_weight_parts(replace(outline_of(config), experts=experts))
-    assert all(part.is_always_plain for part in biased if part.kind == "routed experts")
+    biased = list_weight_matrices(replace(outline_of(config), experts=experts))
+    assert all(part.is_never_packed for part in biased if part.kind == "routed experts")
 
 
 def test_configured_kv_tokens_are_used() -> None:
@@ -231,9 +231,12 @@ def test_graphs_of_all_shapes_are_counted(running: int, batch: int, rng: Random)
 
 
 def test_each_kind_of_step_has_a_planned_shape() -> None:
-    assert {StepShape(1, 0, 0), StepShape(256, 0, 0), StepShape(0, 8, 128), StepShape(64, 32, 1088)} <= captured_shapes(
-        256, 8192
-    )
+    assert {
+        StepShape(1, 0, 0),
+        StepShape(256, 0, 0),
+        StepShape(0, 8, 128),
+        StepShape(64, 32, 1088),
+    } <= captured_shapes(256, 8192)
     more = len(captured_shapes(256, 8192)) - len(captured_shapes(64, 8192))
     # The largest shapes have 256 + 1024 and 64 + 1024 tokens, padded to a multiple of 128.
     activations = 2 * 128 * (2 * LLAMA_8B.hidden + 3 * LLAMA_8B.ffn)
@@ -255,7 +258,7 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
     fields |= {"num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 1}
     fields |= {"n_routed_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": 1, "rope_scaling": None}
     config = ModelConfig.from_hf({name: value for name, value in fields.items() if name != "architectures"})
-    draft = memory.DraftMemory.of(10**9, config, captured)
+    draft = memory.DraftMemory.for_model(10**9, config, captured)
     changes = {"max_running": 128, "max_new_tokens": 5}
     with_draft, without = make_plan(draft=draft, **changes), make_plan(**changes)
     places = 2 * rows + 5 * 2 * 192 // 2  # the keys of long rows are cut, for two programs of 64 heads each
@@ -272,9 +275,9 @@ def test_scratch_memory_of_a_draft_model_is_counted(captured: int, rows: int) ->
 
 def test_memory_of_other_processes_is_not_used() -> None:
     total, context = 141 << 30, 1 << 29
-    assert memory.used_by_others(total, total - context, 0) == 0
-    assert memory.used_by_others(total, total - context - (20 << 30), 20 << 30) == 0
-    assert memory.used_by_others(total, 9 << 30, 30 << 30) == 102 << 30
+    assert memory.bytes_used_by_other_processes(total, total - context, 0) == 0
+    assert memory.bytes_used_by_other_processes(total, total - context - (20 << 30), 20 << 30) == 0
+    assert memory.bytes_used_by_other_processes(total, 9 << 30, 30 << 30) == 102 << 30
     assert memory.usable_bytes(total, 0.5, 20 << 30) == total // 2, "other processes use what is left anyway"
     assert memory.usable_bytes(total, 0.98, 20 << 30) == 121 << 30
     alone, beside = make_plan(utilization=0.5), make_plan(utilization=0.5, other_bytes=20 << 30)

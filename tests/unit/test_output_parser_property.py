@@ -110,7 +110,7 @@ calls = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS
 @given(st.sampled_from(["", "Well: ", "é {} \n"]), calls, st.sampled_from(STYLES))
 def test_formatted_calls_are_parsed_back(text: str, calls: list[tuple[str, Any]], style: ToolStyle) -> None:
     calls = calls if style.allows_several_calls else calls[:1]
-    lead = "" if style.bare_starts or style.uses_channels else text
+    lead = "" if style.markerless_starts or style.uses_channels else text
     document = lead + style.format_calls([(name, json.dumps(args)) for name, args in calls])
     reasoning = HARMONY_ANALYSIS if style.uses_channels else None
     pieces = pieces_of([document], style, reasoning, inside=False)

@@ -163,7 +163,7 @@ class PullingEngine:
     def open_pulls(self) -> bool:
         """Return whether each expected pull has started."""
         kv = self.engine.kv
-        pulls = [*kv._active_pulls.values(), *(pull for pull, _ in kv.kept._quarantined)]
+        pulls = [*kv._active_pulls.values(), *(pull for pull, _ in kv.retained._quarantined)]
         return len(self.source.open) == sum(not pull.ended for pull in pulls)
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -316,7 +316,7 @@ def test_blocks_of_aborted_request_wait_for_its_pull(end: str) -> None:
         pulling.step()
     kv = pulling.engine.kv
     kv.check_invariants()
-    assert open_pull.progress._cancelled and kv.kept.num_quarantined == 6 and kv.num_free_blocks == 6
+    assert open_pull.progress._cancelled and kv.retained.num_quarantined == 6 and kv.num_free_blocks == 6
     pulling.engine.add(make_submission("next", 60, 5, 4))  # needs more blocks than are free
     for _ in range(3):
         pulling.step()
@@ -329,7 +329,7 @@ def test_blocks_of_aborted_request_wait_for_its_pull(end: str) -> None:
     assert [t for o in pulling.outputs if o.id == "next" for t in o.tokens] == run_alone(
         make_submission("next", 60, 5, 4)
     )
-    assert kv.kept.num_quarantined == 0 and kv.num_free_blocks + kv.num_cached_blocks == kv.num_blocks
+    assert kv.retained.num_quarantined == 0 and kv.num_free_blocks + kv.num_cached_blocks == kv.num_blocks
     assert pulling._stats().pull_failures == {} and pulling._stats().recomputed == 0
     pulling.run_until(lambda: pulling.source.lease_ends == {"released": 1})
 

@@ -1,4 +1,4 @@
-"""RankKVManagers: requests have one home, ranks fill evenly, and the router sees the blocks of all ranks."""
+"""RankKVManagers: requests have one DP rank, ranks fill evenly, and the router sees the blocks of all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_home_is_the_rank_with_the_fewest_tokens() -> None:
     kv, managers = make_managers(3)
     requests = [request(f"r{i}", [i] * n) for i, n in enumerate((12, 8, 3, 4, 4))]
     assert all(kv.admit(r) for r in requests)
-    assert [kv.home_of(r) for r in requests] == [0, 1, 2, 2, 1]  # 12 tokens, 8 and 4, 4 and 4
+    assert [kv.dp_rank_of(r) for r in requests] == [0, 1, 2, 2, 1]  # 12 tokens, 8 and 4, 4 and 4
     assert kv.block_table(requests[3]) == managers[2].block_table(requests[3])
     assert kv.num_blocks == 24 and kv.num_free_blocks == 24 - 8
     kv.check_invariants()
@@ -39,13 +39,13 @@ def test_cached_prefix_determines_the_home_unless_that_has_too_much_to_do() -> N
     prompt = list(range(20))
     kv.admit(other := request("other", [7] * 20))
     kv.admit(first := request("first", prompt))
-    assert (kv.home_of(other), kv.home_of(first)) == (0, 1)
+    assert (kv.dp_rank_of(other), kv.dp_rank_of(first)) == (0, 1)
     finish(kv, first)
     kv.free_request(other)
     kv.admit(again := request("again", [*prompt, 5]))
-    assert kv.home_of(again) == 1 and again.num_cached == 20 and kv.hit_tokens == 20
+    assert kv.dp_rank_of(again) == 1 and again.num_cached == 20 and kv.hit_tokens == 20
     kv.admit(busy := request("busy", [*prompt, 6]))
-    assert kv.home_of(busy) == 0 and busy.num_cached == 0  # 24 tokens there are as many as both have together
+    assert kv.dp_rank_of(busy) == 0 and busy.num_cached == 0  # 24 tokens there are as many as both have together
     kv.check_invariants()
 
 
@@ -55,7 +55,7 @@ def test_a_full_rank_is_passed_over_and_requests_wait_if_all_are_full() -> None:
     kv.admit(request("b", [2] * 20))  # 5 of rank 1
     assert not kv.admit(large := request("large", [3] * 16), reserved_blocks=2)
     assert large.num_computed == 0 and managers[0].num_free_blocks == 1
-    assert kv.admit(small := request("small", [4] * 8), reserved_blocks=2) and kv.home_of(small) == 1
+    assert kv.admit(small := request("small", [4] * 8), reserved_blocks=2) and kv.dp_rank_of(small) == 1
     assert not kv.admit(request("last", [5] * 4), reserved_blocks=3)  # each rank keeps a block for each of its requests
     assert not kv.extend_block_table(small, 13, reserved_blocks=3) and kv.extend_block_table(small, 12)
     kv.check_invariants()
@@ -100,12 +100,12 @@ def test_a_block_of_two_ranks_is_saved_once_and_loaded_by_any() -> None:
     for r in (first, second):  # neither finds the other's blocks
         kv.admit(r)
         r.num_computed = 8
-    assert (kv.home_of(first), kv.home_of(second)) == (0, 1)
+    assert (kv.dp_rank_of(first), kv.dp_rank_of(second)) == (0, 1)
     for r in (second, first):
         kv.index_full_blocks(r)
     assert kv.copies.has_saves
     saves = kv.copies.take_saves()
-    assert [(each.home, each.block) for each in saves] == [(0, block) for block in kv.block_table(first)[:2]]
+    assert [(each.dp_rank, each.block) for each in saves] == [(0, block) for block in kv.block_table(first)[:2]]
     assert not kv.copies.has_saves
     kv.copies.finish(saves, [])
     kv.free_request(first)
@@ -113,10 +113,10 @@ def test_a_block_of_two_ranks_is_saved_once_and_loaded_by_any() -> None:
     kv = RankKVManagers([KVManager(8, 4, "t", tiers=tiers) for _ in range(2)])  # with empty caches
     kv.admit(request("busy", [7] * 4))
     kv.admit(third := request("third", [*range(8), 3]))
-    assert kv.home_of(third) == 1 and kv.is_loading(third)
+    assert kv.dp_rank_of(third) == 1 and kv.is_loading(third)
     assert kv.update_loaded_prefix(third) and not kv.is_loading(third) and third.num_cached == 8
     loads = kv.copies.take_loads()
-    assert [(each.home, each.block) for each in loads] == [(1, block) for block in kv.block_table(third)[:2]]
+    assert [(each.dp_rank, each.block) for each in loads] == [(1, block) for block in kv.block_table(third)[:2]]
     assert [each.digest for each in loads] == [each.digest for each in saves]
     assert tiers.host.num_pinned == 2
     kv.copies.finish([], loads)

@@ -23,7 +23,7 @@ from emberline.kernels.comm.communicator import RankLost
 def normalise(item: WorkItem) -> tuple[object, ...]:
     tables = [list(table) for table in item.window_blocks]
     fields = item.samples, item.prompt_logprobs, item.num_draft, item.num_propose, item.max_shift, item.state
-    return item.start, list(item.tokens), list(item.blocks), *fields, tables, item.home
+    return item.start, list(item.tokens), list(item.blocks), *fields, tables, item.dp_rank
 
 
 class RandomWork:
@@ -38,7 +38,9 @@ class RandomWork:
         pick = self.random
         for _ in range(pick.randrange(3)):
             self.count += 1
-            self.open[f"r{self.count}"] = WorkItem(f"r{self.count}", 0, (), [], samples=False, home=pick.randrange(3))
+            self.open[f"r{self.count}"] = WorkItem(
+                f"r{self.count}", 0, (), [], samples=False, dp_rank=pick.randrange(3)
+            )
         for name in list(self.open):
             if pick.random() < 0.1:
                 del self.open[name]
@@ -51,7 +53,7 @@ class RandomWork:
         pick = self.random
         blocks = list(item.blocks)
         if pick.random() < 0.1:
-            item.preemptions, blocks, item.home = item.preemptions + 1, [], pick.randrange(3)
+            item.preemptions, blocks, item.dp_rank = item.preemptions + 1, [], pick.randrange(3)
         item.start += len(item.tokens)
         item.tokens = [pick.randrange(1 << 17) for _ in range(pick.choice((1, 1, 1, 5)))]
         item.blocks = [*blocks, *(pick.randrange(1 << 20) for _ in range(pick.randrange(3)))]
@@ -104,12 +106,12 @@ def test_copies_of_blocks() -> None:
     memory = GroupMemory.create(2)
     ours = HostBuffers.allocate(memory, 4096, 5)
     theirs = HostBuffers(memory, ours.area)
-    saves = [BlockCopy(7, b"a", ours.find(4), 2), BlockCopy(1 << 40, b"b", ours.find(0), home=3)]
+    saves = [BlockCopy(7, b"a", ours.find(4), 2), BlockCopy(1 << 40, b"b", ours.find(0), dp_rank=3)]
     loads = [BlockCopy(3, b"c", ours.find(2), 1)]
     message = encode_copies(saves, loads, ours.number)
     assert is_copies(message) and not is_copies(WorkEncoder().encode([])) and not is_copies(msgpack.encode("prepare"))
     for sent, got in zip((saves, loads), decode_copies(message, theirs.find), strict=True):
-        places = [[(each.block, each.group, each.home) for each in copies] for copies in (got, sent)]
+        places = [[(each.block, each.group, each.dp_rank) for each in copies] for copies in (got, sent)]
         assert places[0] == places[1]
         for one, same in zip(sent, got, strict=True):
             one.buffer[:2] = one.block.to_bytes(8, "little")[:2]

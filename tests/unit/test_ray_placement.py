@@ -10,7 +10,7 @@ import pytest
 
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineUnavailable, InvalidRequest
-from emberline.engine.ranks.ray_launcher import check_address, check_own_gpus, connect_to_ray
+from emberline.engine.ranks.ray_launcher import check_address, check_granted_gpus, connect_to_ray
 from emberline.engine.ranks.ray_placement import CPU, GPU, Placement, RayNode, list_placements
 
 
@@ -67,11 +67,11 @@ def test_settings_that_do_not_fit_together(settings: dict[str, Any], message: st
 
 def test_engine_uses_the_gpus_that_ray_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    check_own_gpus(["1", "0"])
+    check_granted_gpus(["1", "0"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    check_own_gpus(["4", "5"])
+    check_granted_gpus(["4", "5"])
     with pytest.raises(InvalidRequest, match="has reserved GPU 0, 1 of this machine, but this process uses GPU 4, 5"):
-        check_own_gpus(["0", "1"])
+        check_granted_gpus(["0", "1"])
 
 
 @pytest.mark.parametrize("address", ["ray://h:1", "h", "h:", ":1", "h:x", "h:70000"])

@@ -12,7 +12,7 @@ from emberline.sim.choosers import choose_worker_by_policy, make_random_chooser
 from emberline.sim.cluster import SimCluster, SimClusterConfig
 from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import PrefixOracle
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.result import SimResult
 from emberline.sim.sharedstore import SharedStore
 from emberline.sim.worker import SimStore
@@ -118,8 +118,8 @@ def test_oracle_counts_full_blocks_without_the_last_token() -> None:
 def _request(name: str, *parts: tuple[str, int]) -> SimRequest:
     prompt = SimPromptBuilder()
     for key, num_tokens in parts:
-        prompt.add(PromptPart(key, num_tokens))
-    return prompt.build_request(name, PromptPart(f"{name}/reply", 5))
+        prompt.add(PromptSegment(key, num_tokens))
+    return prompt.build_request(name, PromptSegment(f"{name}/reply", 5))
 
 
 def _plan(tokens: int, start: int) -> StepPlan:

@@ -15,7 +15,7 @@ from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
 from emberline.sim.fast_run import FastRun
 from emberline.sim.prefix_cache import SimPrefixCache
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord, SimResult
 from emberline.sim.workloads.agents import AgentWorkload
 from emberline.sim.workloads.arrivals import ConstantRate
@@ -75,9 +75,9 @@ def test_full_cache_preempts_in_runs_as_in_steps() -> None:
 def test_moved_streams_keep_their_tokens_in_runs() -> None:
     cluster, records = SimCluster(replace(ONE, workers=2, detail="runs")), list[RequestRecord]()
     cluster.observers.append(records.append)
-    cluster.at(2.0, lambda: cluster.kill_worker("worker-0"))
-    cluster.at(3.0, lambda: cluster.add_worker())
-    cluster.at(5.0, lambda: cluster.drain_worker("worker-1", move=True))
+    cluster.call_at(2.0, lambda: cluster.kill_worker("worker-0"))
+    cluster.call_at(3.0, lambda: cluster.add_worker())
+    cluster.call_at(5.0, lambda: cluster.drain_worker("worker-1", move=True))
     result = cluster.run(RANDOM.sessions(1))
     assert {record.outcome for record in records} == {"answered"} and result.moved
     assert result.output_tokens == sum(record.output_tokens for record in records)
@@ -110,7 +110,7 @@ def test_every_request_ends_once_while_workers_come_and_go(seed: int, detail: Si
         else:
             cluster.add_worker(start_seconds=rng.uniform(0.0, 1.0))
 
-    cluster.every(0.4, change_workers)
+    cluster.call_every(0.4, change_workers)
     workload = RequestWorkload(ConstantRate(12.0), 3.0, rng.uniform(50, 600), rng.uniform(5, 60), 0.8, 200, 3)
     result = cluster.run(workload.sessions(seed))  # checks the invariants of the workers
     assert len(records) == len(list(workload.sessions(seed)))
@@ -175,5 +175,5 @@ def test_simulate_prints_a_report(capsys: pytest.CaptureFixture[str], tmp_path: 
 def _request(*keys: str) -> SimRequest:
     prompt = SimPromptBuilder()
     for key in keys:
-        prompt.add(PromptPart(key, 30))
-    return prompt.build_request(keys[-1], PromptPart("reply", 5))
+        prompt.add(PromptSegment(key, 30))
+    return prompt.build_request(keys[-1], PromptSegment("reply", 5))

@@ -12,7 +12,7 @@ from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.costmodel import CostModel
 from emberline.sim.job import JobOutput
 from emberline.sim.link import KVLink, KVSource, count_overlapped_tokens
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.result import RequestRecord
 from emberline.sim.sessions import SingleRequest
 
@@ -23,8 +23,10 @@ CONFIG = SimClusterConfig(workers=2, kv_tokens=8192, max_running=8, batch_tokens
 
 def single(number: int, starts_at: float = 0.0, prompt: int = 64, output: int = 101) -> SingleRequest:
     builder = SimPromptBuilder()
-    builder.add(PromptPart(f"prompt-{number}", prompt))
-    return SingleRequest(starts_at, builder.build_request(f"request-{number}", PromptPart(f"reply-{number}", output)))
+    builder.add(PromptSegment(f"prompt-{number}", prompt))
+    return SingleRequest(
+        starts_at, builder.build_request(f"request-{number}", PromptSegment(f"reply-{number}", output))
+    )
 
 
 def make_cluster(config: SimClusterConfig = CONFIG) -> tuple[SimCluster, list[RequestRecord]]:
@@ -58,7 +60,7 @@ def test_heartbeats_do_not_report_a_step_before_it_ends(detail: SimDetail) -> No
         seen.append((counters.prompt_tokens, counters.busy_seconds))
 
     for second in (2.0, 6.0):
-        cluster.at(second, record_counters)
+        cluster.call_at(second, record_counters)
     cluster.run([single(0, starts_at=1.0, output=2)])
     assert seen == [(0, 0.0), (64, 4.0)]
 
@@ -76,7 +78,7 @@ def test_resumed_requests_compute_no_prompt(detail: SimDetail) -> None:
 
 def test_requests_of_a_killed_worker_continue_elsewhere() -> None:
     cluster, records = make_cluster()
-    cluster.at(0.5, lambda: cluster.kill_worker("worker-0"))
+    cluster.call_at(0.5, lambda: cluster.kill_worker("worker-0"))
     result = cluster.run([single(i) for i in range(6)])
     moved = [record for record in records if record.moves]
     assert len(records) == 6 and {record.outcome for record in records} == {"answered"}
@@ -89,7 +91,7 @@ def test_requests_of_a_killed_worker_continue_elsewhere() -> None:
 
 def test_last_worker_killed_lets_requests_wait_then_fail() -> None:
     cluster, records = make_cluster(SimClusterConfig(workers=1, kv_tokens=8192, batch_tokens=256, cost=COST))
-    cluster.at(0.5, lambda: cluster.kill_worker("worker-0"))
+    cluster.call_at(0.5, lambda: cluster.kill_worker("worker-0"))
     cluster.run([single(0), single(1, starts_at=2.0)])
     assert [(record.outcome, round(record.finished_at, 3)) for record in records] == [
         ("failed", 10.5),
@@ -100,7 +102,7 @@ def test_last_worker_killed_lets_requests_wait_then_fail() -> None:
 
 def test_new_worker_serves_waiting_requests_after_its_start() -> None:
     cluster, records = make_cluster(SimClusterConfig(workers=0, kv_tokens=8192, batch_tokens=256, cost=COST))
-    cluster.at(1.0, lambda: cluster.add_worker(start_seconds=4.0))
+    cluster.call_at(1.0, lambda: cluster.add_worker(start_seconds=4.0))
     result = cluster.run([single(0)])
     assert records[0].first_token_at == pytest.approx(5.0 + STEP_S)
     assert result.worker_seconds == pytest.approx(records[0].finished_at - 1.0), "start-up is paid for"
@@ -108,9 +110,9 @@ def test_new_worker_serves_waiting_requests_after_its_start() -> None:
 
 def test_request_that_waits_again_has_the_whole_time_to_wait() -> None:
     cluster, records = make_cluster(SimClusterConfig(workers=0, kv_tokens=8192, batch_tokens=256, cost=COST))
-    cluster.at(5.0, cluster.add_worker)
-    cluster.at(5.5, lambda: cluster.kill_worker("worker-0"))
-    cluster.at(12.0, cluster.add_worker)  # 6.5 s after the kill, 12 s after the request
+    cluster.call_at(5.0, cluster.add_worker)
+    cluster.call_at(5.5, lambda: cluster.kill_worker("worker-0"))
+    cluster.call_at(12.0, cluster.add_worker)  # 6.5 s after the kill, 12 s after the request
     cluster.run([single(0)])
     assert [(record.outcome, record.worker) for record in records] == [("answered", "worker-1")]
 
@@ -118,9 +120,9 @@ def test_request_that_waits_again_has_the_whole_time_to_wait() -> None:
 @pytest.mark.parametrize("move", [False, True])
 def test_drained_worker_leaves_when_its_requests_have_ended(move: bool) -> None:
     cluster, records = make_cluster()
-    cluster.at(0.5, lambda: cluster.drain_worker("worker-0", move=move))
+    cluster.call_at(0.5, lambda: cluster.drain_worker("worker-0", move=move))
     states: list[set[str]] = []
-    cluster.every(0.1, lambda: states.append(set(cluster.workers)))
+    cluster.call_every(0.1, lambda: states.append(set(cluster.workers)))
     result = cluster.run([single(i, starts_at=0.25 * i) for i in range(6)])
     assert {record.outcome for record in records} == {"answered"}
     assert all(record.worker == "worker-1" for record in records if record.arrived_at > 0.5)
@@ -178,7 +180,7 @@ def test_prompts_that_a_full_step_divides_are_announced_before_they_end(
 def test_killed_prefill_worker_leaves_the_prompt_to_the_answering_worker() -> None:
     config = SimClusterConfig(workers=1, prefill_workers=1, kv_tokens=8192, batch_tokens=64, cost=COST)
     cluster, records = make_cluster(config)
-    cluster.at(0.02, lambda: cluster.kill_worker("prefill-0"))
+    cluster.call_at(0.02, lambda: cluster.kill_worker("prefill-0"))
     cluster.run([single(0, prompt=512)])
     [record] = records
     assert (record.outcome, record.prefill_worker, record.output_tokens) == ("answered", "", 101)

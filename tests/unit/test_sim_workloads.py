@@ -118,7 +118,7 @@ def test_arrivals_follow_the_rate(rate: ArrivalRate, busy: tuple[float, float], 
 def test_prompts_of_a_workload_share_their_beginning() -> None:
     workload = RequestWorkload(ConstantRate(5.0), 10.0, 100.0, 10.0, 0.5, shared_tokens=64, shared_prompts=2)
     made = [session.request for session in workload.sessions(3)]
-    assert len({request.parts[0].key for request in made}) == 2
+    assert len({request.segments[0].key for request in made}) == 2
     assert len({request.num_prompt_tokens for request in made}) > len(made) // 2
     assert [request.digests for request in made] == [session.request.digests for session in workload.sessions(3)]
     assert made[0].digests != next(workload.sessions(4)).request.digests

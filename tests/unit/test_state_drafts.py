@@ -41,8 +41,8 @@ class DraftingStateRunner(FakePipelinedRunner):
         work = [self._resolve(item) for item in plan.work]
         states = [item.state for item in work if item.state is not None]
         assert len(states) == len(work) == len({state.slot for state in states})
-        places = [state.draft_place for item, state in zip(work, states, strict=True) if item.num_draft]
-        assert len(set(places)) == len(places), "two requests keep their rows at one place"
+        places = [state.draft_slot for item, state in zip(work, states, strict=True) if item.num_draft]
+        assert len(set(places)) == len(places), "two requests keep their rows in one draft slot"
         for state in states:
             if state.load_from is not None:
                 self._states[state.slot] = self._states[state.load_from]
@@ -66,7 +66,7 @@ class DraftingStateRunner(FakePipelinedRunner):
 
     def _advance(self, item: WorkItem, state: StateWork, may_end_before: bool) -> None:
         kept = self._states[state.slot] if item.start else []
-        before = [*kept, *self._rows[state.draft_place][: state.num_accepted]]
+        before = [*kept, *self._rows[state.draft_slot][: state.num_accepted]]
         cached = [self._memory[item.blocks[p // SIZE] * SIZE + p % SIZE] for p in range(item.start)]
         assert before == cached, "not the states after the tokens before"
         after = [*before, *item.tokens]
@@ -79,7 +79,7 @@ class DraftingStateRunner(FakePipelinedRunner):
         self._states[state.slot] = after[:known]
         if item.num_draft:
             assert item.num_draft <= MAX_DRAFT
-            self._rows[state.draft_place] = after[known:]
+            self._rows[state.draft_slot] = after[known:]
         self.num_accepted += state.num_accepted
 
 

@@ -319,7 +319,7 @@ def test_a_handoff_moves_the_states_or_costs_only_computing(
         d.step()
         d.abort("r")
         run(d)
-        kept = d.kv.kept._quarantined
+        kept = d.kv.retained._quarantined
         blocks = {block for _, table in kept for block in table}
         assert all(blocks.issuperset(pull.target_blocks) for pull, _ in kept), "a pull writes to a free block"
         for work in delayed:

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.plan import WorkItem
-from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, ShapeGrid, StepShape, captured_shapes, order_by_expected_use
+from emberline.engine.gpu.shape import (
+    MAX_CHUNK_TOKENS,
+    ShapeGrid,
+    StepShape,
+    captured_shapes,
+    order_by_expected_use,
+)
 
 SMOLLM2, LLAMA_8B = 106_000_000, 6_980_000_000  # weights in the layers
 

@@ -316,7 +316,7 @@ def test_arguments_are_prefix_of_final_json_at_all_times(style: ToolStyle) -> No
 @pytest.mark.parametrize("style", TOOL_STYLES.values(), ids=lambda s: s.name)
 def test_no_marker_is_prefix_of_another(style: ToolStyle) -> None:
     """Otherwise the result would depend on how the output is cut."""
-    markers = [*style.begins, *style.dropped_markers]
+    markers = [*style.begin_markers, *style.dropped_markers]
     for reasoning in REASONING_STYLES.values():
         all_markers = [*markers, *reasoning.dropped_markers]
         assert not [(a, b) for a in all_markers for b in all_markers if a != b and a.startswith(b)]

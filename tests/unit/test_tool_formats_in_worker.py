@@ -23,7 +23,7 @@ REASONING = {"cohere": COHERE_THINKING, "gemma4": GEMMA_THOUGHT, "harmony": HARM
 
 def make_server(style: ToolStyle, reasoning: ReasoningStyle) -> WorkerHarness:
     before, after = reasoning.answer_frame
-    prose = "" if style.bare_starts else before + PROSE + after
+    prose = "" if style.markerless_starts else before + PROSE + after
     if style.uses_channels:
         prose = f"<|channel|>commentary<|message|>{PROSE}<|end|><|start|>assistant"
     calls = style.format_calls([FIRST, SECOND] if style.allows_several_calls else [FIRST])
@@ -39,7 +39,7 @@ def test_markers_reach_the_parser(style: ToolStyle) -> None:
     message = whole["choices"][0]["message"]
     parsed = parse_reply("openai-chat", whole)
     assert message["reasoning_content"] == "Hm."
-    assert parsed.text.strip() == ("" if style.bare_starts else PROSE.strip()) and parsed.reason == "tool_calls"
+    assert parsed.text.strip() == ("" if style.markerless_starts else PROSE.strip()) and parsed.reason == "tool_calls"
     expected = [FIRST, SECOND] if style.allows_several_calls else [FIRST]
     assert [(name, json.loads(args)) for _, name, args in parsed.calls] == [(n, json.loads(a)) for n, a in expected]
     (streamed,) = parse_stream("openai-chat", server.post("/v1/chat/completions", REQUEST | {"stream": True}).body)

@@ -173,7 +173,7 @@ def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
 def test_auto_enforces_strict_tools_and_allows_text(compiler: GrammarCompiler, style: ToolStyle) -> None:
     grammar = build_tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special_ids(style))
     text = "It is <tool_cal or {so} [x].\n"
-    lead = "" if style.bare_starts else text
+    lead = "" if style.markerless_starts else text
     assert accepts(compiler, grammar, text) and accepts(compiler, grammar, "")
     assert accepts(compiler, grammar, lead + style.format_calls([ROME]))
     assert accepts(compiler, grammar, lead + style.format_calls([ROME, NOW]))

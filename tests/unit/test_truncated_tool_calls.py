@@ -45,7 +45,7 @@ STYLES = [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS]
 
 def reply_text(style: ToolStyle) -> str:
     """Return the model's output: prose and two calls of the same tool."""
-    return PROSE + (style.begin if style.bare_starts else "") + style.format_calls([FIRST, SECOND])
+    return PROSE + (style.begin if style.markerless_starts else "") + style.format_calls([FIRST, SECOND])
 
 
 @dataclass

@@ -61,7 +61,7 @@ def compute_and_publish(memory: Memory, request: Request, rng: random.Random) ->
     assert kv.admit(request)
     while True:
         blocks = kv.publishable_blocks(request, len(published))
-        kv.kept.pin(blocks)
+        kv.retained.pin(blocks)
         published += blocks
         if request.num_computed == request.num_known:
             kv.free_request(request)
@@ -85,7 +85,7 @@ def test_every_token_finds_its_keys_after_a_pull(
     prompt = [rng.randrange(3) for _ in range(length)]
     source = Memory(KVManager(90, SIZE, "t", windows=windows, max_step_tokens=STEP), tables)
     if rng.random() < 0.5:
-        source.kv.kept.unpin(compute_and_publish(source, make_request("before", prompt), rng))
+        source.kv.retained.unpin(compute_and_publish(source, make_request("before", prompt), rng))
         evict_idle_blocks(source.kv, tables, rng.randrange(20))
     client = FakeClient(source, compute_and_publish(source, make_request("sent", prompt), rng))
     source.kv.check_invariants()
@@ -97,7 +97,7 @@ def test_every_token_finds_its_keys_after_a_pull(
     kv = KVManager(60, SIZE, "t", windows=windows, max_step_tokens=STEP, pulls=pulls)
     client.target = memory = Memory(kv, tables)
     if num_cached:
-        kv.kept.unpin(compute_and_publish(memory, make_request("part", prompt[:num_cached]), rng))
+        kv.retained.unpin(compute_and_publish(memory, make_request("part", prompt[:num_cached]), rng))
         evict_idle_blocks(kv, tables, rng.randrange(12))
     request = make_request("r", prompt)
     ticket = Ticket(Peer("p", "i", LAYOUT, {}), "id", (), (), False, 10.0)
@@ -113,8 +113,8 @@ def test_every_token_finds_its_keys_after_a_pull(
         evict_idle_blocks(kv, tables, 0)  # takes none of the blocks to which the pull may still write
         kv.check_invariants()
         work.pop()()
-        kv.kept.release_ended()
-        assert kv.num_free_blocks + kv.num_cached_blocks == 60 and kv.kept.num_quarantined == 0
+        kv.retained.release_ended()
+        assert kv.num_free_blocks + kv.num_cached_blocks == 60 and kv.retained.num_quarantined == 0
         assert kv.admit(request)
     elif is_pulled:
         assert kv.update_loaded_prefix(request) and kv.is_loading(request)
@@ -134,7 +134,7 @@ def test_every_token_finds_its_keys_after_a_pull(
         assert memory.compute(request, rng.randint(1, min(STEP, request.num_known - request.num_computed)))
         kv.check_invariants()
     kv.free_request(request)
-    source.kv.kept.unpin(client.published)
+    source.kv.retained.unpin(client.published)
     source.kv.check_invariants()
     assert kv.num_free_blocks + kv.num_cached_blocks == 60
     assert source.kv.num_free_blocks + source.kv.num_cached_blocks == 90

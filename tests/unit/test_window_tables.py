@@ -34,10 +34,10 @@ from emberline.tokens.blockhash import block_hash, group_block_hash, root_hash
 def test_groups_of_layers(windows: list[int], size: int, groups: tuple[int, ...]) -> None:
     found = LayerGroups.for_windows(windows)
     assert (found.block_layers, found.windows) == (size, groups)
-    assert len(set(found.places)) == len(windows)
-    assert all(index < size for _, index in found.places)
+    assert len(set(found.layer_positions)) == len(windows)
+    assert all(index < size for _, index in found.layer_positions)
     if not found.is_single:
-        assert [found.windows[group] for group, _ in found.places] == windows
+        assert [found.windows[group] for group, _ in found.layer_positions] == windows
 
 
 def test_tokens_of_one_request_that_fit() -> None:

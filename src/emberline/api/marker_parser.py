@@ -39,11 +39,14 @@ class MarkerParser(OutputParser):
         self._dropped = frozenset(
             (*(style.dropped_markers if style else ()), *(reasoning.dropped_markers if reasoning else ()))
         )
-        self._answer_markers = MarkerFinder((*(style.begins if style else ()), *self._dropped))
-        self._bare_starts = style.bare_starts if style else ""
+        self._answer_markers = MarkerFinder((*(style.begin_markers if style else ()), *self._dropped))
+        self._markerless_starts = style.markerless_starts if style else ""
         self._gap_chars = WHITESPACE + (style.gap_chars if style else "")
-        ends = (*(reasoning.ends if reasoning else ()), *(style.begins if style and style.ends_reasoning else ()))
-        self._reasoning_begins = MarkerFinder(reasoning.begins if reasoning else ())
+        ends = (
+            *(reasoning.end_markers if reasoning else ()),
+            *(style.begin_markers if style and style.ends_reasoning else ()),
+        )
+        self._reasoning_begins = MarkerFinder(reasoning.begin_markers if reasoning else ())
         self._reasoning_ends = MarkerFinder(ends)
         self._text, self._at = "", 0  # _text[_at:] is the input that is not read yet
         self._gap = ""  # white space at a call boundary; becomes text unless a call follows
@@ -126,7 +129,7 @@ class MarkerParser(OutputParser):
         self._emit_reasoning(reasoning_text)
         self._at += len(reasoning_text)
         if end is not None:
-            self._at = stop + (len(end) if end in self._reasoning.ends else 0)
+            self._at = stop + (len(end) if end in self._reasoning.end_markers else 0)
             self._state = self._parse_after_reasoning
         return end is not None
 
@@ -161,7 +164,7 @@ class MarkerParser(OutputParser):
         self._gap += self._skip_chars(self._gap_chars)
         if self._at == len(self._text):
             return False
-        if self._text[self._at] in self._bare_starts:
+        if self._text[self._at] in self._markerless_starts:
             self._begin = self._head = ""
             return self._start_reader()
         marker = self._answer_markers.match(self._text, self._at)

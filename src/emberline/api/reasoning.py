@@ -19,33 +19,33 @@ class ReasoningStyle:
     begin: str
     end: str  # text that ends the reasoning; the server writes it when the request's reasoning budget is spent
     families: str = ""  # the models that write reasoning like this
-    other_begins: tuple[str, ...] = ()
-    other_ends: tuple[str, ...] = ()
+    other_begin_markers: tuple[str, ...] = ()
+    other_end_markers: tuple[str, ...] = ()
     dropped_markers: tuple[str, ...] = ()  # texts around the answer that carry no meaning of their own
     answer_frame: tuple[str, str] = ("", "")  # texts before and after the answer, if it is not tool calls
-    more_markers: tuple[str, ...] = ()  # further texts that the detokenizer must keep if they are special tokens
+    extra_markers: tuple[str, ...] = ()  # further texts that the detokenizer must keep if they are special tokens
     template_signs: tuple[tuple[str, ...], ...] = ()  # a chat template with all texts of one group uses this style
     uses_channels: bool = False  # the output consists of messages with a header: see HarmonyParser
 
     @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin, *self.other_begins)
+    def begin_markers(self) -> tuple[str, ...]:
+        return (self.begin, *self.other_begin_markers)
 
     @property
-    def ends(self) -> tuple[str, ...]:
-        return (self.end, *self.other_ends)
+    def end_markers(self) -> tuple[str, ...]:
+        return (self.end, *self.other_end_markers)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that the detokenizer must keep if they are special tokens."""
-        return (*self.begins, *self.ends, *self.dropped_markers, *self.more_markers)
+        return (*self.begin_markers, *self.end_markers, *self.dropped_markers, *self.extra_markers)
 
     def is_used_by(self, template: str) -> bool:
         return any(all(text in template for text in texts) for texts in self.template_signs)
 
     def is_opened_by(self, prompt: str) -> bool:
         """Return whether the prompt ends with the opening marker: then the output begins with reasoning."""
-        return prompt.rstrip().endswith(self.begins)
+        return prompt.rstrip().endswith(self.begin_markers)
 
 
 THINK = ReasoningStyle(
@@ -82,8 +82,8 @@ GRANITE_THOUGHT = ReasoningStyle(
     "Here is my thought process:",
     "Here is my response:",
     "Granite 3.2",
-    other_begins=("Here's my thought process:",),
-    other_ends=("Here's my response:",),
+    other_begin_markers=("Here's my thought process:",),
+    other_end_markers=("Here's my response:",),
     template_signs=(("Here is my thought process:",), ("Here's my thought process:",)),
 )
 GEMMA_THOUGHT = ReasoningStyle(
@@ -91,7 +91,7 @@ GEMMA_THOUGHT = ReasoningStyle(
     "<|channel>thought",
     "<channel|>",
     "Gemma 4",
-    more_markers=("<|channel>",),
+    extra_markers=("<|channel>",),
     template_signs=(("<|channel>thought",),),
 )
 HARMONY_ANALYSIS = ReasoningStyle(
@@ -100,7 +100,7 @@ HARMONY_ANALYSIS = ReasoningStyle(
     "<|end|><|start|>assistant",
     "gpt-oss",
     answer_frame=("<|channel|>final<|message|>", ""),
-    more_markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    extra_markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
     template_signs=(("<|channel|>analysis",), ("<|start|>assistant", "<|channel|>")),
     uses_channels=True,
 )

@@ -16,7 +16,7 @@ from emberline.autoscaler.fleet import FleetError, WorkerFleet
 from emberline.autoscaler.hang_detector import HangDetector, WorkerProbe
 from emberline.autoscaler.metrics import AutoscalerMetrics
 from emberline.autoscaler.observer import StatusObserver, count_open
-from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide
+from emberline.autoscaler.policy import PolicyState, ScalingDecision, decide_scaling
 from emberline.autoscaler.pool_workers import PoolWorkers, StatusRow, group_workers
 from emberline.autoscaler.router_client import RouterUnavailable
 from emberline.autoscaler.router_group import ClusterRouters
@@ -66,7 +66,7 @@ class Autoscaler:
                     await stop.wait()
 
     async def step(self) -> None:
-        """Observe, decide and act once. If the router or the fleet does not answer, nothing is changed."""
+        """Observe, decide_scaling and act once. If the router or the fleet does not answer, nothing is changed."""
         problems: list[str] = []
         try:
             status = await self._router.fetch_status()
@@ -82,7 +82,7 @@ class Autoscaler:
             self._stuck_since = {name: since for name, since in self._stuck_since.items() if name in stuck}
             observations = self._observer.observe(status, pools, now, self._models)
             settings = replace(self._settings, start_seconds=max(self._starts.usual_start_s, 0.1))
-            decision = decide(observations, self._state, now, settings)
+            decision = decide_scaling(observations, self._state, now, settings)
             self._state = decision.state
             self.metrics.record_decision(decision, observations)
             self.metrics.failed_starts, self.metrics.usual_start_s = self._starts.failed_starts, settings.start_seconds

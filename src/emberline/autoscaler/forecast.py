@@ -42,7 +42,7 @@ class DemandForecast:
     bucket_seconds: float = 0.0
 
     @property
-    def present(self) -> float:
+    def current_demand(self) -> float:
         """The demand now, without most of its noise."""
         return self.usual
 
@@ -83,7 +83,7 @@ class DemandForecast:
             expected += max(self.usual - self.slow, 0.0) / (SLOW_S - USUAL_S) * (USUAL_S + ahead_s)
         if lag > max(RISE_DEVIATIONS * self.deviation, MIN_CHANGE_RATIO * self.usual):
             expected = max(expected, self.fast + lag / FAST_S * (FAST_S + ahead_s))
-        trend = min(expected, MAX_TREND_RATIO * self.present)
+        trend = min(expected, MAX_TREND_RATIO * self.current_demand)
         return max(trend, self._predict_by_period(now, ahead_s))
 
     def _predict_by_period(self, now: float, ahead_s: float) -> float:
@@ -92,7 +92,7 @@ class DemandForecast:
         before, after = self.buckets[self._bucket_at(now)], self.buckets[self._bucket_at(now + ahead_s)]
         if before <= 0 or after < 0:
             return 0.0
-        return self.present * min(after / before, MAX_PERIODIC_RATIO)
+        return self.current_demand * min(after / before, MAX_PERIODIC_RATIO)
 
     def _bucket_at(self, now: float) -> int:
         return int(now % self.period_s / self.period_s * BUCKETS_PER_PERIOD) % BUCKETS_PER_PERIOD

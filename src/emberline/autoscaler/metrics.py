@@ -16,7 +16,7 @@ OBSERVATION_GAUGES: tuple[tuple[str, str, Callable[[PoolObservation], float]], .
     ("itl_p90_seconds", "Time between tokens, of the last half minute.", lambda each: each.itl_s or 0.0),
 )
 STATE_GAUGES: tuple[tuple[str, str, Callable[[PoolState], float]], ...] = (
-    ("demand", "Work per second that arrives, in tokens.", lambda each: each.forecast.present),
+    ("demand", "Work per second that arrives, in tokens.", lambda each: each.forecast.current_demand),
     ("capacity", "Work per second of one worker within the SLO.", lambda each: each.capacity.work_per_s or 0.0),
     ("slo_unreachable", "1 while the SLO is missed with one request per worker.", lambda each: each.is_slo_unreachable),
 )

@@ -71,7 +71,7 @@ class ScalingDecision:
     state: PolicyState
 
 
-def decide(
+def decide_scaling(
     observations: Mapping[str, PoolObservation], state: PolicyState, now: float, settings: AutoscalerSettings
 ) -> ScalingDecision:
     """Return the number of workers that each pool should have now, and the state for the next call."""
@@ -108,7 +108,7 @@ def _assess_pool(
     unreachable = pressure > 1 and seen.open_requests <= seen.ready and not seen.waiting_requests
     capacity = before.capacity
     if seen.ready and not seen.starting and not unreachable:
-        load = forecast.present / seen.ready
+        load = forecast.current_demand / seen.ready
         capacity = capacity.with_load(load, pressure or None, settings.utilisation, now)
     idle_since = (before.idle_since if before.idle_since is not None else now) if seen.is_idle else None
     after = replace(before, forecast=forecast, capacity=capacity, idle_since=idle_since, is_slo_unreachable=unreachable)
@@ -125,20 +125,20 @@ def _assess_pool(
     return replace(after, needs=(*kept, (now, need.workers_to_keep))), need
 
 
-def _is_loaded(seen: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
+def _is_loaded(observation: PoolObservation, state: PoolState, settings: AutoscalerSettings) -> bool:
     """Return whether the workers have about as much work as planned. If not, more workers would not lower latencies."""
     per_worker = state.capacity.work_per_s
-    return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * seen.ready
+    return per_worker is not None and state.forecast.fast >= 0.9 * settings.utilisation * per_worker * observation.ready
 
 
-def _latency_pressure(pool: PoolSettings, seen: PoolObservation, settings: AutoscalerSettings) -> float:
+def _latency_pressure(pool: PoolSettings, observation: PoolObservation, settings: AutoscalerSettings) -> float:
     """Return the worst latency for which this pool is responsible, as a share of its SLO; 0 without requests.
 
     If there is a prefill pool, it is responsible for the time to first token, and the decode pool for the times between
     tokens."""
     has_prefill_pool = any(each.role == "prefill" for each in settings.pools)
-    ttft = (seen.ttft_s or 0.0) / settings.slo.ttft_p90
-    itl = (seen.itl_s or 0.0) / settings.slo.itl_p90
+    ttft = (observation.ttft_s or 0.0) / settings.slo.ttft_p90
+    itl = (observation.itl_s or 0.0) / settings.slo.itl_p90
     if pool.role == "prefill":
         return ttft
     return itl if has_prefill_pool else max(ttft, itl)
@@ -158,12 +158,12 @@ def _find_need(
     if per_worker is not None:
         planned = settings.utilisation * per_worker
         expected = state.forecast.predict(now, settings.start_seconds + settings.interval)
-        needs += [PoolNeed(state.forecast.present / planned, "load"), PoolNeed(expected / planned, "forecast")]
+        needs += [PoolNeed(state.forecast.current_demand / planned, "load"), PoolNeed(expected / planned, "forecast")]
         if seen.ready:
             # Prompt tokens that would wait longer than the SLO must be computed soon, besides those that arrive.
             late_tokens = max(seen.prompt_backlog - seen.ready * per_worker * settings.slo.ttft_p90, 0.0)
             recovery_rate = late_tokens / max(settings.start_seconds, settings.slo.ttft_p90)
-            needs.append(PoolNeed((state.forecast.present + recovery_rate) / per_worker, "backlog"))
+            needs.append(PoolNeed((state.forecast.current_demand + recovery_rate) / per_worker, "backlog"))
     needs.append(PoolNeed(seen.ready * seen.kv_usage / MAX_KV_USAGE, "kv"))
     if seen.slots and answers:
         taken = (seen.open_requests + seen.unassigned_requests) / seen.slots

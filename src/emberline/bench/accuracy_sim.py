@@ -18,7 +18,7 @@ from emberline.core.step_costs import StepCostTable, sum_work
 from emberline.sim.choosers import choose_worker_by_policy
 from emberline.sim.cluster import SimCluster, SimClusterConfig
 from emberline.sim.link import KVLink
-from emberline.sim.prompt import PromptPart, SimPromptBuilder
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder
 from emberline.sim.result import Distribution, RequestRecord
 from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker_config import SimWorkerConfig
@@ -100,7 +100,7 @@ class SimulatedCluster:
         """Return the latencies of `requests`. `warm_up`: requests that run before them, one at a time."""
         cluster, ended, begin = self._build(overheads), list[RequestRecord](), WARM_UP_INTERVAL_S * len(warm_up)
         cluster.observers.append(ended.append)
-        cluster.at(begin, lambda: _reset_latencies(cluster))
+        cluster.call_at(begin, lambda: _reset_latencies(cluster))
         alone = [replace(each, due=WARM_UP_INTERVAL_S * i) for i, each in enumerate(warm_up)]
         result = cluster.run(_make_sessions([*alone, *(replace(each, due=begin + each.due) for each in requests)]))
         if failed := [record for record in ended if record.outcome != "answered"]:
@@ -202,9 +202,9 @@ def _make_sessions(requests: Sequence[TimedRequest]) -> list[SingleRequest]:
     sessions = []
     for i, request in enumerate(requests):
         builder = SimPromptBuilder()
-        builder.add(PromptPart(f"prompt-{i}", len(request.prompt)))
+        builder.add(PromptSegment(f"prompt-{i}", len(request.prompt)))
         sessions.append(
-            SingleRequest(request.due, builder.build_request(f"r{i}", PromptPart(f"reply-{i}", request.output)))
+            SingleRequest(request.due, builder.build_request(f"r{i}", PromptSegment(f"reply-{i}", request.output)))
         )
     return sessions
 

@@ -127,9 +127,9 @@ def run_schedule(plan: AutoscalerBenchPlan, trace: LoadTrace, counts: list[int])
     for minute in range(1, len(counts)):
         change = counts[minute] - counts[minute - 1]
         if change > 0:
-            cluster.at(max(minute * MINUTE_S - plan.start_s, 0.0), partial(add_workers, change))
+            cluster.call_at(max(minute * MINUTE_S - plan.start_s, 0.0), partial(add_workers, change))
         elif change < 0:
-            cluster.at(minute * MINUTE_S, partial(remove_workers, -change))
+            cluster.call_at(minute * MINUTE_S, partial(remove_workers, -change))
     result = cluster.run(plan.workload(trace.arrivals, trace.seconds).sessions(plan.seed), trace.seconds)
     missed = log.find_missed(trace.seconds)
     return RunOutcome(missed, log.unanswered, result.requests, result.worker_seconds, 0)

@@ -40,7 +40,7 @@ def measure_stages(report: BenchReport, model_name: str, stages: int, seconds: f
     request that ends is replaced by a new one, so that prompts are computed all the time."""
     model = str(resolve_model(model_name))
     config = ModelConfig.from_checkpoint(Checkpoint.open(Path(model)))
-    by_weights = ",".join(str(len(Stage.of(config, index, stages).layers)) for index in range(stages))
+    by_weights = ",".join(str(len(Stage.from_config(config, index, stages).layers)) for index in range(stages))
     report.config["stages"] = {"model": model_name, "running": RUNNING, "seconds": seconds}
     layouts: dict[str, dict[str, Any]] = {
         "one_rank": {"threads": stages},

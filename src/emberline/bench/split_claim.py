@@ -144,7 +144,7 @@ def simulate(
         cluster.result.inter_token_seconds = Distribution()
 
     for time in (begin, seconds):
-        cluster.at(time, restart_gaps)
+        cluster.call_at(time, restart_gaps)
     cluster.observers.append(records.append)
     cluster.run(workload.sessions(seed=0))
     if failed := [record for record in records if record.outcome != "answered"]:

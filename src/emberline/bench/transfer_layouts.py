@@ -17,7 +17,7 @@ import numpy as np
 from emberline.bench.command_process import running_command_process
 from emberline.bench.report import BenchReport
 from emberline.kernels.cpu.library import find_library
-from emberline.kv.block_part import BlockPart
+from emberline.kv.block_shard import BlockShard
 from emberline.kv.checksum import select_crc
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.endpoint import STAGED_PULL_CONNECTIONS
@@ -64,7 +64,7 @@ def make_region(ranks: int, num_blocks: int) -> Region:
         own = replace(LAYOUT, heads=per_rank)
         size = own.layers * num_blocks * own.plane_bytes
         memory = HostRegion(own, [np.zeros(size, np.uint8).data for _ in range(own.parts)])
-        part = BlockPart((range(LAYERS),), range(first, first + per_rank), is_first=rank % copies == 0)
+        part = BlockShard((range(LAYERS),), range(first, first + per_rank), is_first=rank % copies == 0)
         parts.append((part, memory))
     return parts[0][1] if ranks == 1 else GroupRegion(LAYOUT, parts)
 

@@ -167,7 +167,7 @@ def disturb_link(disturbance: LinkDisturbance, target: FaultTarget) -> FaultInje
     async def inject_fault(context: FaultContext) -> AsyncIterator[None]:
         link = context.process_at(target).link
         assert link is not None
-        await asyncio.to_thread(link.disturb, disturbance)
+        await asyncio.to_thread(link.apply_disturbance, disturbance)
         try:
             yield
         finally:

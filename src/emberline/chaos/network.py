@@ -44,7 +44,7 @@ class NetworkLink:
         """The arguments to put before a command to run it in the worker's network namespace."""
         return ("nsenter", f"--net=/proc/{self.namespace_process.pid}/ns/net")
 
-    def disturb(self, disturbance: LinkDisturbance) -> None:
+    def apply_disturbance(self, disturbance: LinkDisturbance) -> None:
         if disturbance == "down":
             _run_ip_command("link", "set", self.device, "down")
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.cli import service
-from emberline.cli.options import add_options, given_options
+from emberline.cli.options import add_options, explicit_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig, core_count
 from emberline.core.errors import InvalidRequest
@@ -139,7 +139,7 @@ def _build_settings(args: argparse.Namespace) -> AutoscalerSettings:
         raise InvalidRequest(message, param="slo", hint="write --slo ttft_p90=500ms,itl_p90=50ms")
     pools = tuple(PoolSettings.parse(text, args.min, args.max) for text in args.pool or ["both"])
     _reject_unused_options(args, [pool.role for pool in pools if pool.target])
-    return AutoscalerSettings(LatencyTargets.parse(args.slo), pools, **given_options(args, AutoscalerSettings))
+    return AutoscalerSettings(LatencyTargets.parse(args.slo), pools, **explicit_options(args, AutoscalerSettings))
 
 
 def _reject_misplaced_options(args: argparse.Namespace) -> None:

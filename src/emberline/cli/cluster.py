@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli.cluster_ray import RayNodes, add_ray_arguments
-from emberline.cli.options import add_options, given_options
+from emberline.cli.options import add_options, explicit_options
 from emberline.cluster.address import is_unspecified_address
 from emberline.core.config import (
     DEFAULT_MODEL,
@@ -119,7 +119,7 @@ async def _run_cluster(
     from emberline.cluster.supervisor import Supervisor, build_processes
     from emberline.server.listener import bind_listener
 
-    given = given_options(args, RouterConfig)
+    given = explicit_options(args, RouterConfig)
     config = RouterConfig(**given | {"api_keys": add_key_from_environment(given.get("api_keys", ()))})
     port = config.port or free_port()
     url = _router_url(config if ray_nodes is None else replace(config, host=ray_nodes.router_host(config)), port)
@@ -211,7 +211,7 @@ def _tls_options(config: RouterConfig) -> list[str]:
 
 
 def _trace_options(args: argparse.Namespace) -> list[str]:
-    config = RouterConfig(**given_options(args, RouterConfig))
+    config = RouterConfig(**explicit_options(args, RouterConfig))
     # Reports invalid options here, and not in every process's log.
     TraceConfig.from_options(config.otlp, config.trace_share)
     endpoint = [] if config.otlp is None else ["--otlp", config.otlp]
@@ -254,7 +254,7 @@ def _rank_count(worker_options: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     add_options(parser, EngineConfig.build(""), ("tp", "pp"))
     given, _ = parser.parse_known_args(worker_options)
-    return ParallelConfig(**given_options(given, ParallelConfig)).num_ranks
+    return ParallelConfig(**explicit_options(given, ParallelConfig)).num_ranks
 
 
 def _gpu_memory_options(worker_options: list[str], worker_count: int, gpus: Sequence[Gpu]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from emberline import __version__
 from emberline.cli.doctor_finding import DoctorFinding
 from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
-from emberline.cli.options import add_options, given_options, parse_size
+from emberline.cli.options import add_options, explicit_options, parse_size
 from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.engine_packages import ENGINE_PACKAGES, INSTALL_HINT
@@ -285,7 +285,7 @@ def _check_ranks(args: argparse.Namespace, config: ModelConfig) -> Iterator[Doct
     stages = min(config.layers, MAX_SHOWN_RANKS)
     yield DoctorFinding("  ranks", f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}", None)
     try:
-        layout = Layout.of(_plan_settings(args).parallel)
+        layout = Layout.from_config(_plan_settings(args).parallel)
         check_divisible(layout, config)
     except EmberlineError as e:
         yield DoctorFinding("  layout", e.message, False, e.hint or "")
@@ -329,7 +329,7 @@ def _check_quantised_weights(
 
 
 def _plan_settings(args: argparse.Namespace) -> EngineConfig:
-    given = given_options(args, EngineConfig) | ({"speculate": "mtp"} if args.mtp else {})
+    given = explicit_options(args, EngineConfig) | ({"speculate": "mtp"} if args.mtp else {})
     return EngineConfig.build(
         "",
         **given,

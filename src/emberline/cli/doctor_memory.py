@@ -13,7 +13,7 @@ from emberline.engine import memory
 from emberline.engine.draft_estimate import estimate_draft_memory
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.engine.narrow_estimate import describe_narrow_sizes, estimate_narrow_sizes
+from emberline.engine.quantised_estimate import describe_quantised_sizes, estimate_quantised_sizes
 from emberline.engine.rank_plan import RankPlan, plan_ranks
 from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings, check_gpu_count
 from emberline.engine.ranks.layout import Layout
@@ -36,33 +36,33 @@ def check_gpus_of_ranks(settings: EngineConfig, gpus: Sequence[DetectedGPU]) -> 
 
 
 def check_gpu_memory(
-    checkpoint: Checkpoint, config: ModelConfig, given: EngineConfig, gpu_bytes: int | None, kernels: str = ""
+    checkpoint: Checkpoint, config: ModelConfig, requested: EngineConfig, gpu_bytes: int | None, kernels: str = ""
 ) -> Iterator[DoctorFinding]:
     """Show how the engine would use a GPU's memory, computed by the same functions that the engine uses.
 
-    `given`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there are no GPUs.
+    `requested`: the settings, without the defaults of a GPU. `gpu_bytes`: the memory of each GPU; None: there are none.
     `kernels`: the name of the kernels that the GPUs use; empty: not known."""
-    settings = given.with_gpu_defaults()
+    settings = requested.with_gpu_defaults()
     kernels = settings.gpu.named_kernels or kernels
     dtype = choose_weight_dtype(checkpoint, settings.dtype, on_gpu=gpu_bytes is not None)
-    block_size = (given if gpu_bytes is None else settings).scheduler.block_size
+    block_size = (requested if gpu_bytes is None else settings).scheduler.block_size
     yield from _describe_kv_cache(config, settings, dtype, block_size)
     check_requested_weights(settings.gpu.weights, on_gpu=gpu_bytes is not None)
     if gpu_bytes is None or not _is_divisible(settings, config):
         return
     packed = memory.uses_packed_weights(checkpoint, settings, dtype, config)
-    narrow = estimate_narrow_sizes(checkpoint, config, settings, dtype)
+    quantised = estimate_quantised_sizes(checkpoint, config, settings, dtype)
     if settings.parallel.num_ranks > 1:
         check_device_settings(settings, settings.parallel.num_ranks)
         check_device_drafts(settings, config)
         plans = plan_ranks(checkpoint, config, settings, gpu_bytes, dtype, kernels=kernels)
     else:
         draft = estimate_draft_memory(settings, checkpoint, config, dtype)
-        forms: dict[str, Any] = {"packed": packed, "narrow": narrow, "kernels": kernels, "draft": draft}
+        forms: dict[str, Any] = {"packed": packed, "quantised": quantised, "kernels": kernels, "draft": draft}
         plan = memory.plan_engine_memory(config, settings, gpu_bytes, dtype, **forms)
         plans = [RankPlan((0,), plan)]
     form = "packed" if packed else "both plain and packed" if settings.gpu.weights == "both" else "plain"
-    form += describe_narrow_sizes(checkpoint, settings, narrow)
+    form += describe_quantised_sizes(checkpoint, settings, quantised)
     rounded = " (rounded from float16)" * (dtype == "bfloat16" and stored_weight_dtype(checkpoint) == "float16")
     batch = f"{settings.scheduler.max_running} requests and {settings.scheduler.max_batch_tokens} tokens per step"
     context, kv_dtype = memory.choose_max_context(config, settings), memory.kv_dtype(settings, dtype)

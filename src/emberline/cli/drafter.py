@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from emberline.cli.interrupt import interrupt_on_termination
-from emberline.cli.options import add_options, given_options
+from emberline.cli.options import add_options, explicit_options
 from emberline.core.engine_config import DEVICES
 from emberline.drafter.settings import TrainingSettings
 from emberline.hub.source import resolve_model
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     run_directory = RunDirectory(args.out)
     model = resolve_model(args.model, show_progress=not args.quiet)
     on_gpu = runs_on_gpu(EngineConfig.build(str(model), device=args.device))
-    plan = TrainingPlan.make(model, run_directory, given_options(args, TrainingSettings), on_gpu=on_gpu)
+    plan = TrainingPlan.make(model, run_directory, explicit_options(args, TrainingSettings), on_gpu=on_gpu)
     if args.dry_run:
         print(plan.describe())
         return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli import service
-from emberline.cli.options import add_options, given_options
+from emberline.cli.options import add_options, explicit_options
 from emberline.core.config import read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
@@ -73,7 +73,10 @@ def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> Gat
             raise InvalidRequest(f"the setting {name} is {shown}, which has the wrong type", param=name, hint=hint)
         if isinstance(value, list):
             settings[name] = tuple(value)
-    config, options = GatewayConfig(**settings), _read_settings_from_environment() | given_options(args, GatewayConfig)
+    config, options = (
+        GatewayConfig(**settings),
+        _read_settings_from_environment() | explicit_options(args, GatewayConfig),
+    )
     keys = *config.api_keys, *options.get("api_keys", ())
     options["api_keys"] = add_key_from_environment(keys, ADMIN_KEY_VARIABLE)
     return replace(config, **options)

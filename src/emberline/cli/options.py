@@ -52,13 +52,13 @@ def option_flag(config_field: Field[Any]) -> str:
     return info.flag or f"--{config_field.name.replace('_', '-')}"
 
 
-def given_options(args: argparse.Namespace, config_class: type[DataclassInstance]) -> dict[str, Any]:
+def explicit_options(args: argparse.Namespace, config_class: type[DataclassInstance]) -> dict[str, Any]:
     """Return the settings given on the command line that are fields of a config or of its nested configs."""
     given: dict[str, Any] = {}
     nested = nested_config_classes(config_class)
     for each in fields(config_class):
         if each.name in nested:
-            given |= given_options(args, nested[each.name])
+            given |= explicit_options(args, nested[each.name])
         elif option_info(each) is not None and (value := getattr(args, each.name, None)) is not None:
             given[each.name] = tuple(value) if isinstance(value, list) else value
     return given

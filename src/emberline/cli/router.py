@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from emberline.cli import service
-from emberline.cli.options import add_options, given_options
+from emberline.cli.options import add_options, explicit_options
 from emberline.core.config import RouterConfig, read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ForeignWorkerConfig
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
     from emberline.router.http.main import run_router
 
-    given, cluster_keys = given_options(args, RouterConfig), read_cluster_keys(args.cluster_key)
+    given, cluster_keys = explicit_options(args, RouterConfig), read_cluster_keys(args.cluster_key)
     settings = given | {
         "api_keys": add_key_from_environment(given.get("api_keys", ())),
         "cluster_key": cluster_keys[0] if cluster_keys else None,

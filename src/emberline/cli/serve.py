@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from emberline.cli import service
-from emberline.cli.options import add_options, given_options
+from emberline.cli.options import add_options, explicit_options
 from emberline.cli.settings_file import add_settings_file_option
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     service.configure_logging(args)
     gc.disable()  # until the server is ready: collections take a tenth of the imports, and free nothing
     started_at = time.monotonic() - (time.time() - _process_start_time())
-    given, cluster_keys = given_options(args, ServerConfig), read_cluster_keys(args.cluster_key)
+    given, cluster_keys = explicit_options(args, ServerConfig), read_cluster_keys(args.cluster_key)
     server = given | {
         "api_keys": add_key_from_environment(given.get("api_keys", ())),
         "models": _parse_models(args.model, args.models, args.served_name),
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.embedder == "none":
         server["embedder"] = None
-    engine = EngineConfig.build("", **given_options(args, EngineConfig))
-    time_sharing = TimeSharingConfig(**given_options(args, TimeSharingConfig))
+    engine = EngineConfig.build("", **explicit_options(args, EngineConfig))
+    time_sharing = TimeSharingConfig(**explicit_options(args, TimeSharingConfig))
     config, child = ServerConfig(**server), args.engine_child
     if engine.parallel.nodes > 1 or engine.parallel.launcher == "ray":
         _check_one_model(config.models, engine)
@@ -94,7 +94,7 @@ def _run_node(model: str, engine: EngineConfig) -> int:
 
 def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
     if args.routers is not None:
-        return WorkerConfig(**given_options(args, WorkerConfig))
+        return WorkerConfig(**explicit_options(args, WorkerConfig))
     for name in ("worker_name", "worker_url", "cluster_key", "kv_mooncake", "kv_checksums"):
         if getattr(args, name):
             raise InvalidRequest(

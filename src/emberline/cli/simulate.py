@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     costs = _load_costs(args)
     cluster = SimCluster(_make_config(args, costs), ROUTING[args.routing](args.seed))
     for time in args.kill:
-        cluster.at(time, lambda: _replace_first_worker(cluster, args.start_seconds))
+        cluster.call_at(time, lambda: _replace_first_worker(cluster, args.start_seconds))
     report = _make_report(cluster.run(workload.sessions(args.seed), args.until), costs)
     if args.json:
         print(json.dumps(report, indent=1))

@@ -21,7 +21,7 @@ class Admission:
     seed: int
 
 
-STATE_GROUP = -1  # group of layers that have recurrent states instead of keys and values: LayerGroups.places
+STATE_GROUP = -1  # group of layers that have recurrent states instead of keys and values: LayerGroups.layer_positions
 PENDING_TOKEN = -1  # stands for a token that the previous step samples or drafts
 
 
@@ -35,9 +35,9 @@ class StateWork:
     save_to: int | None = None
     save_end: int = 0
     # Number of accepted tokens of the previous step's draft, over which the states in `slot` first advance. The inputs
-    # for these tokens are at the index `draft_place` of the StateCache, where those for this step's draft replace them.
+    # for these tokens are at the index `draft_slot` of the StateCache, where those for this step's draft replace them.
     num_accepted: int = 0
-    draft_place: int = 0
+    draft_slot: int = 0
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
@@ -72,7 +72,7 @@ class WorkItem:
     # NaN, and kernels read positions of a block that are not written yet.
     cleared_blocks: Sequence[int] = ()
     # With data-parallel attention: the rank that has the request's blocks and states, and computes its rows.
-    home: int = 0
+    dp_rank: int = 0
 
     @property
     def saves_states(self) -> bool:
@@ -89,7 +89,7 @@ class BlockCopy:
     digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
     group: int = 0  # group of layers whose keys and values the block has: kv/layer_groups.py
-    home: int = 0  # with data-parallel attention: the rank that has the block; 0 otherwise
+    dp_rank: int = 0  # with data-parallel attention: the rank that has the block; 0 otherwise
 
 
 @dataclass(frozen=True, slots=True)

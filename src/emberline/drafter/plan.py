@@ -30,11 +30,11 @@ class TrainingPlan:
     on_gpu: bool
 
     @staticmethod
-    def make(directory: Path, run: RunDirectory, given: dict[str, Any], *, on_gpu: bool) -> TrainingPlan:
+    def make(directory: Path, run: RunDirectory, explicit: dict[str, Any], *, on_gpu: bool) -> TrainingPlan:
         """Return the plan for the model in `directory`.
 
-        `given`: settings from the command line. Raise InvalidRequest if they differ from those of an earlier run in the
-        same output directory, or do not fit the model."""
+        `explicit`: settings of the command line. Raise InvalidRequest if they differ from those of an earlier run in
+        the same output directory, or do not fit the model."""
         checkpoint = Checkpoint.open(directory)
         model = ModelConfig.from_checkpoint(checkpoint)
         defaults = {
@@ -42,7 +42,7 @@ class TrainingPlan:
             "round_prompts": GPU_ROUND_PROMPTS if on_gpu else CPU_ROUND_PROMPTS,
             "draft_vocab": default_draft_vocab(model.vocab),
         }
-        settings = TrainingSettings.resolve(given, run.stored_settings, defaults, str(run.path))
+        settings = TrainingSettings.resolve(explicit, run.stored_settings, defaults, str(run.path))
         if settings.max_length > model.longest_context:
             message = (
                 f"max_prompt and max_answer are {settings.max_length} tokens together; "

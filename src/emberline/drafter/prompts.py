@@ -21,8 +21,8 @@ SEEDS_PER_ROUND = 1 << 24  # distance between the seeds of two rounds
 
 
 class PromptSource(Protocol):
-    def next_round(self, number: int, known: set[tuple[int, ...]]) -> list[list[int]] | None:
-        """Return the prompts of a generation round as token ids, without those in `known`; None after the last."""
+    def next_round(self, number: int, used_prompts: set[tuple[int, ...]]) -> list[list[int]] | None:
+        """Return the prompts of a generation round as token ids, except `used_prompts`; None after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class FilePrompts:
     path: Path
     lines: list[tuple[int, dict[str, Any]]]  # line numbers and their JSON objects
 
-    def next_round(self, number: int, known: set[tuple[int, ...]]) -> list[list[int]] | None:
+    def next_round(self, number: int, used_prompts: set[tuple[int, ...]]) -> list[list[int]] | None:
         first = number * self.settings.round_prompts
         lines = self.lines[first : first + self.settings.round_prompts]
         prompts = dict.fromkeys(tuple(self._encode(values, line)) for line, values in lines)
-        wanted = [list(ids) for ids in prompts if len(ids) <= self.settings.max_prompt and ids not in known]
+        wanted = [list(ids) for ids in prompts if len(ids) <= self.settings.max_prompt and ids not in used_prompts]
         return wanted if lines else None
 
     def _encode(self, values: dict[str, Any], line: int) -> list[int]:
@@ -54,22 +54,22 @@ class FilePrompts:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeUpPrompts:
+class SyntheticPrompts:
     llm: LLM
     settings: TrainingSettings
     opening: list[int]  # the tokens before a user message
 
     @staticmethod
-    def for_template(llm: LLM, settings: TrainingSettings) -> MadeUpPrompts:
+    def for_template(llm: LLM, settings: TrainingSettings) -> SyntheticPrompts:
         assert llm.template is not None
         text = llm.template.render([{"role": "user", "content": PLACEHOLDER}])
         opening, found, _ = text.partition(PLACEHOLDER)
         if not found:
             hint = "give prompts with --prompts FILE"
             raise UnsupportedModel("the chat template changes the text of user messages", hint=hint)
-        return MadeUpPrompts(llm, settings, llm.tokenizer.encode(opening, add_special=False))
+        return SyntheticPrompts(llm, settings, llm.tokenizer.encode(opening, add_special=False))
 
-    def next_round(self, number: int, known: set[tuple[int, ...]]) -> list[list[int]]:
+    def next_round(self, number: int, used_prompts: set[tuple[int, ...]]) -> list[list[int]]:
         assert self.llm.template is not None
         settings, first = self.settings, self.settings.seed + number * SEEDS_PER_ROUND
         length = max(1, settings.max_prompt - len(self.opening))
@@ -85,7 +85,7 @@ class MadeUpPrompts:
             if len(text) >= MIN_MESSAGE_CHARS
         ]
         prompts = self.llm.tokenizer.encode_batch(rendered, add_special=False) if rendered else []
-        return [ids for ids in prompts if len(ids) <= settings.max_prompt and tuple(ids) not in known]
+        return [ids for ids in prompts if len(ids) <= settings.max_prompt and tuple(ids) not in used_prompts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class EmptyPrompts:
     settings: TrainingSettings
     first_token: int
 
-    def next_round(self, number: int, known: set[tuple[int, ...]]) -> list[list[int]]:
+    def next_round(self, number: int, used_prompts: set[tuple[int, ...]]) -> list[list[int]]:
         return [[self.first_token]] * self.settings.round_prompts
 
 
@@ -104,7 +104,7 @@ def choose_prompt_source(llm: LLM, settings: TrainingSettings, first_token: int)
         path = Path(settings.prompts)
         return FilePrompts(llm, settings, path, list(_read_lines(path)))
     if llm.template is not None:
-        return MadeUpPrompts.for_template(llm, settings)
+        return SyntheticPrompts.for_template(llm, settings)
     return EmptyPrompts(settings, first_token)
 
 

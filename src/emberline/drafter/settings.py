@@ -49,18 +49,18 @@ class TrainingSettings:
 
     @staticmethod
     def resolve(
-        given: dict[str, Any], stored: dict[str, Any] | None, defaults: dict[str, Any], out: str
+        explicit: dict[str, Any], stored: dict[str, Any] | None, defaults: dict[str, Any], out: str
     ) -> TrainingSettings:
         """Return the settings of a run.
 
-        `given`: settings from the command line. `stored`: those of an earlier run in the same directory, which this run
-        continues; raise InvalidRequest if one differs. `defaults`: the defaults of model and device."""
-        given = {name: value for name, value in given.items() if value or name not in defaults}  # 0: the default
+        `explicit`: settings from the command line. `stored`: those of an earlier run in the same directory, which this
+        run continues; raise InvalidRequest if one differs. `defaults`: the defaults of model and device."""
+        explicit = {name: value for name, value in explicit.items() if value or name not in defaults}  # 0: the default
         if stored is None:
-            return TrainingSettings(**(defaults | given))
+            return TrainingSettings(**(defaults | explicit))
         names = {each.name for each in fields(TrainingSettings)}
         settings = TrainingSettings(**{name: value for name, value in stored.items() if name in names})
-        for name, value in given.items():
+        for name, value in explicit.items():
             if (used := getattr(settings, name)) != value:
                 option_name = name.replace("_", "-")
                 raise InvalidRequest(

@@ -28,7 +28,7 @@ def build_forward_batch(
     `groups`: which layers share block tables; None: all share one. `states`: memory of recurrent layers, if any.
     `columns`: `start`, `tokens` and `samples` of the work items as arrays; if given, they are not read from the
     items."""
-    size, columns = cache.shape.block_size, columns or StepColumns.of(work)
+    size, columns = cache.shape.block_size, columns or StepColumns.from_work(work)
     starts, counts, samples = columns.starts, columns.counts, columns.samples.tolist()
     query_start = np.zeros(len(work) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
@@ -67,7 +67,7 @@ def build_forward_batch(
         keys=cache.keys,
         values=cache.values,
         window_attention=tuple(make_metadata([w.window_blocks[i] for w in work]) for i in windows),
-        places=() if groups is None or groups.is_single else groups.places,
+        layer_positions=() if groups is None or groups.is_single else groups.layer_positions,
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
         state_slots=torch.tensor([w.state.slot for w in work if w.state is not None], dtype=torch.int32),
@@ -88,7 +88,7 @@ def build_state_changes(
         assert w.state is not None
         if w.state.save_to is not None:
             rows[:2, i] = w.state.save_to, w.state.save_end - starts[i] + w.state.num_accepted
-        rows[2:, i] = w.state.draft_place, w.state.num_accepted, w.num_draft
+        rows[2:, i] = w.state.draft_slot, w.state.num_accepted, w.num_draft
     columns = torch.from_numpy(rows)
     saves = ops.StateSaves(columns[0], columns[1]) if rows[1].any() else None
     if not rows[3:].any():

@@ -16,7 +16,8 @@ from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.freememory import free_memory
 from emberline.engine.boot_checks import check_cpu_settings, check_host_memory
-from emberline.engine.boot_parts import (
+from emberline.engine.engine import Engine
+from emberline.engine.engine_components import (
     choose_kv_dtype,
     make_grammar_compiler,
     make_host_tier,
@@ -24,7 +25,6 @@ from emberline.engine.boot_parts import (
     max_kv_tokens,
     open_transfer_endpoint,
 )
-from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import can_use_gpu, warn_of_unused_gpu
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of

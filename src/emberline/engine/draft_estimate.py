@@ -17,7 +17,7 @@ from emberline.models.config import EMBEDDING_NAME, HEAD_NAME, ModelConfig
 from emberline.models.eagle3_config import EMBEDDING_NAMES, IGNORABLE_TENSORS, Eagle3Config
 from emberline.models.mtp_config import check_has_head, name_head_tensors, select_head_layer
 from emberline.models.quantised_tensors import QuantisedTensorInfo, list_quantised_sizes, select_model_tensors
-from emberline.models.weight_parts import WeightPart
+from emberline.models.weight_matrices import WeightMatrices
 
 COMPARED_BYTES = 1 << 16  # at each of three places, of tensors that may be copies
 
@@ -51,17 +51,19 @@ def estimate_draft_memory(
             size += prod(shape) * counter.width
         elif has_head or not target.tie_embeddings:
             size += embedding
-        return DraftMemory.of(size, select_head_layer(target), 1)
+        return DraftMemory.for_model(size, select_head_layer(target), 1)
     source = Checkpoint.open(resolve_model(speculation.draft_source))
     if speculation.method == "eagle3":
         head = Eagle3Config.from_checkpoint(source, target)
         own = {name for name in source.tensors if not re.fullmatch(IGNORABLE_TENSORS, name)}
         size = counter.count(source, own) + embedding * own.isdisjoint(EMBEDDING_NAMES)
-        return DraftMemory.of(size, head.model, len(head.captured_layers))
+        return DraftMemory.for_model(size, head.model, len(head.captured_layers))
     config = ModelConfig.from_checkpoint(source)
-    narrow = list_quantised_sizes(source) if dtype == "bfloat16" else []
+    quantised = list_quantised_sizes(source) if dtype == "bfloat16" else []
     packed = packed and config.experts is None
-    return DraftMemory.of(memory.weight_bytes(config, counter.width, packed=packed, narrow=narrow), config, 0)
+    return DraftMemory.for_model(
+        memory.weight_bytes(config, counter.width, packed=packed, quantised=quantised), config, 0
+    )
 
 
 class WeightCounter:
@@ -75,7 +77,9 @@ class WeightCounter:
         return sum(self._count_tensor(checkpoint, name) for name in names)
 
     def count_matrix(self, rows: int, columns: int, count: int = 1) -> int:
-        return memory.weight_part_bytes(WeightPart("head", rows, columns, count), self.width, packed=self._packed)
+        return memory.weight_matrices_bytes(
+            WeightMatrices("head", rows, columns, count), self.width, packed=self._packed
+        )
 
     def _count_tensor(self, checkpoint: Checkpoint, name: str) -> int:
         tensor = checkpoint.tensors[name]

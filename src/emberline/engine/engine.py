@@ -290,7 +290,7 @@ class Engine:
     def needs_polling(self) -> bool:
         """Whether an idle engine still needs steps, because peers copy its KV blocks or are being connected."""
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
-        return is_pairing or self.kv.kept.has_pinned or self.kv.kept.num_quarantined > 0
+        return is_pairing or self.kv.retained.has_pinned or self.kv.retained.num_quarantined > 0
 
     def reset_kv(self) -> None:
         """Continue with an empty KV cache, because its memory was freed. Tiers keep their blocks.
@@ -353,7 +353,7 @@ class Engine:
         receiver = self.transfer_endpoint.receiver
         stats.reached, stats.passed_over = dict(receiver.connected_transports), dict(receiver.failed_transports)
         self._publisher.write_stats_to(stats)
-        stats.quarantined_blocks = self.kv.kept.num_quarantined
+        stats.quarantined_blocks = self.kv.retained.num_quarantined
         return stats
 
     def _collect_outputs(self) -> list[Output]:

@@ -23,13 +23,13 @@ from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, reset_prefi
 from emberline.engine.host_memory import check_sleeping_models, out_of_main_memory_error
 from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.memory_plan import MemoryPlan, format_gib
-from emberline.engine.narrow_estimate import estimate_narrow_sizes
+from emberline.engine.quantised_estimate import estimate_quantised_sizes
 from emberline.engine.runner import TorchRunner
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
 from emberline.models.weight_form import choose_weight_form, kept_weight_bytes
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import BootedGPUEngine
@@ -86,7 +86,7 @@ class WeightEstimate:
     dtype: str
     weight_bytes: int
     is_packed: bool  # whether a GPU keeps the weights in 12 bits
-    narrow: tuple[NarrowSize, ...] = ()  # matrices that a GPU keeps quantised
+    quantised: tuple[QuantisedSize, ...] = ()  # matrices that a GPU keeps quantised
 
     @staticmethod
     def from_config(config: EngineConfig) -> WeightEstimate:
@@ -99,9 +99,9 @@ class WeightEstimate:
                 return WeightEstimate(model, dtype, kept_weight_bytes(checkpoint, model, form), is_packed=False)
         packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, config, dtype, model)
         both = runs_on_gpu(config) and config.gpu.weights == "both"
-        narrow = estimate_narrow_sizes(checkpoint, model, config, dtype) if runs_on_gpu(config) else []
-        size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both, narrow=narrow)
-        return WeightEstimate(model, dtype, size, packed, tuple(narrow))
+        quantised = estimate_quantised_sizes(checkpoint, model, config, dtype) if runs_on_gpu(config) else []
+        size = memory.weight_bytes(model, DTYPE_BYTES[dtype], packed=packed, both=both, quantised=quantised)
+        return WeightEstimate(model, dtype, size, packed, tuple(quantised))
 
 
 def boot_engine_group(
@@ -209,7 +209,7 @@ def plan_time_sharing(
                 device_bytes,
                 w.dtype,
                 packed=w.is_packed,
-                narrow=w.narrow,
+                quantised=w.quantised,
                 other_bytes=other_bytes,
                 kernels=kernels,
             )

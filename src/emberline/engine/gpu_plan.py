@@ -30,8 +30,8 @@ from emberline.models.outline import ModelOutline
 from emberline.models.quantisation_config import WeightFormat
 from emberline.models.weight_dtype import check_requested_dtype
 from emberline.models.weight_form import check_requested_weights
-from emberline.models.weight_formats import NarrowSize, choose_online_format, is_quantisable, read_weight_formats
-from emberline.models.weight_parts import WeightKind, WeightPart, is_head_large, list_weight_parts
+from emberline.models.weight_formats import QuantisedSize, choose_online_format, is_quantisable, read_weight_formats
+from emberline.models.weight_matrices import WeightKind, WeightMatrices, is_head_large, list_weight_matrices
 
 KVSharing = Literal["one GPU", "tensor parallel", "context parallel", "data-parallel attention"]
 CONFIG_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
@@ -152,7 +152,7 @@ def plan_gpus(config: Mapping[str, Any], gpus: GPUSet, settings: EngineConfig) -
     if not plans:
         raise next(iter(errors.values()))
     rejected = {sharing: error.message for sharing, error in errors.items()}
-    shares = weights.share(outline)
+    shares = weights.list_shares(outline)
     return GPUSetPlan(outline.model_type, shares, groups, tuple(plans), rejected, outline.has_mtp_head)
 
 
@@ -187,55 +187,61 @@ class _WeightPolicy:
     tie_embeddings: bool
     online: str  # format to which matrices are quantised at load; empty: none
 
-    def share(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
+    def list_shares(self, outline: ModelOutline) -> tuple[WeightShare, ...]:
         """Return the weights of a model or of one GPU's part, by kind and format."""
         found: dict[tuple[WeightKind, str], WeightShare] = {}
         copies_head = is_head_large(outline)
-        for part in list_weight_parts(outline):
-            name, size = self._format_and_bytes(part, copies_head=copies_head)
-            old = found.get((part.kind, name), WeightShare(part.kind, name, 0, 0))
-            found[part.kind, name] = replace(
-                old, num_weights=old.num_weights + part.num_weights, num_bytes=old.num_bytes + size
+        for matrices in list_weight_matrices(outline):
+            name, size = self._format_and_bytes(matrices, copies_head=copies_head)
+            old = found.get((matrices.kind, name), WeightShare(matrices.kind, name, 0, 0))
+            found[matrices.kind, name] = replace(
+                old, num_weights=old.num_weights + matrices.num_weights, num_bytes=old.num_bytes + size
             )
         return tuple(found.values())
 
-    def _format_and_bytes(self, part: WeightPart, *, copies_head: bool) -> tuple[str, int]:
-        if (quantised := self._find_quantised(part)) is not None:
-            return quantised.name, part.num_matrices * quantised.kept_bytes(part.rows, part.columns)
+    def _format_and_bytes(self, matrices: WeightMatrices, *, copies_head: bool) -> tuple[str, int]:
+        if (quantised := self._find_quantised(matrices)) is not None:
+            return quantised.name, matrices.num_matrices * quantised.kept_bytes(matrices.rows, matrices.columns)
         width = memory.DTYPE_BYTES[self.dtype]
-        is_head = part.kind == ("embedding" if self.tie_embeddings else "head")
-        both = self.setting == "both" and (is_head or part.kind != "embedding")
+        is_head = matrices.kind == ("embedding" if self.tie_embeddings else "head")
+        both = self.setting == "both" and (is_head or matrices.kind != "embedding")
         both = both or (copies_head and is_head and self.setting != "packed" and bool(self.formats or self.online))
-        size = memory.weight_part_bytes(part, width, packed=self.setting == "packed", both=both)
-        if part.kind == "norms":
+        size = memory.weight_matrices_bytes(matrices, width, packed=self.setting == "packed", both=both)
+        if matrices.kind == "norms":
             return FORMAT_NAMES[memory.F32_BYTES], size
-        stays_plain = self.setting == "packed" and part.is_faster_plain
-        can_pack = memory.is_packable(part.rows, part.columns) and not stays_plain
+        stays_plain = self.setting == "packed" and matrices.is_faster_unpacked
+        can_pack = memory.is_packable(matrices.rows, matrices.columns) and not stays_plain
         plain = FORMAT_NAMES[width]
         return ("uw12" if self.setting == "packed" else f"{plain}+uw12" if both else plain) if can_pack else plain, size
 
-    def choose_kernels(self, part: ModelOutline, kernels: str) -> StepKernels:
+    def choose_kernels(self, rank_outline: ModelOutline, kernels: str) -> StepKernels:
         """Return the kernels for a GPU's part of the model. `kernels`: those of the GPU, hopper or portable."""
-        packed, narrow = self.setting == "packed", self.list_quantised_sizes(part)
-        return choose_step_kernels(part, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, narrow=narrow)
+        packed, quantised = self.setting == "packed", self.list_quantised_sizes(rank_outline)
+        return choose_step_kernels(
+            rank_outline, kernels, memory.DTYPE_BYTES[self.dtype], packed=packed, quantised=quantised
+        )
 
-    def list_quantised_sizes(self, outline: ModelOutline) -> list[NarrowSize]:
+    def list_quantised_sizes(self, outline: ModelOutline) -> list[QuantisedSize]:
         """Return the sizes of the matrices that stay quantised."""
-        found = ((part, self._find_quantised(part)) for part in list_weight_parts(outline))
+        found = ((matrices, self._find_quantised(matrices)) for matrices in list_weight_matrices(outline))
         return [
-            NarrowSize(
-                *(part.rows, part.columns, part.num_matrices),
-                *(part.num_matrices * kept.kept_bytes(part.rows, part.columns), kept.name, kept.group_columns),
+            QuantisedSize(
+                *(matrices.rows, matrices.columns, matrices.num_matrices),
+                *(
+                    matrices.num_matrices * kept.kept_bytes(matrices.rows, matrices.columns),
+                    kept.name,
+                    kept.group_columns,
+                ),
             )
-            for part, kept in found
+            for matrices, kept in found
             if kept is not None
         ]
 
-    def _find_quantised(self, part: WeightPart) -> WeightFormat | None:
-        if not is_quantisable(part) or self.dtype != "bfloat16":
+    def _find_quantised(self, matrices: WeightMatrices) -> WeightFormat | None:
+        if not is_quantisable(matrices) or self.dtype != "bfloat16":
             return None
-        stored = self.formats.get(part.kind)
-        return choose_online_format(self.online, part.columns) if stored is None and self.online else stored
+        stored = self.formats.get(matrices.kind)
+        return choose_online_format(self.online, matrices.columns) if stored is None and self.online else stored
 
 
 def _plan_context(
@@ -274,7 +280,7 @@ def _plan_context(
 
 def _plan_one(
     outline: ModelOutline,
-    part: ModelOutline,
+    rank_outline: ModelOutline,
     groups: tuple[KVGroup, ...],
     gpus: GPUSet,
     settings: EngineConfig,
@@ -282,12 +288,12 @@ def _plan_one(
     sharing: KVSharing,
     max_context: int,
 ) -> GPUPlan:
-    local, shares = _local_groups(groups, part, gpus.count, sharing), weights.share(part)
+    local, shares = _local_groups(groups, rank_outline, gpus.count, sharing), weights.list_shares(rank_outline)
     scheduler, width = settings.scheduler, memory.DTYPE_BYTES[groups[0].dtype]
     tables = _choose_tables(local, max_context)
     num_tables = 1 if tables is None else len(tables.windows)
     limits = StepLimits(
-        kernels=weights.choose_kernels(part, settings.gpu.named_kernels or gpus.kernels),
+        kernels=weights.choose_kernels(rank_outline, settings.gpu.named_kernels or gpus.kernels),
         kv_dtype_bytes=width,
         block_size=scheduler.block_size,
         max_running=scheduler.max_running,
@@ -301,7 +307,7 @@ def _plan_one(
         has_ranks=gpus.count > 1,
     )
     block_bytes = num_tables * _block_bytes(local, tables)  # of all groups
-    sizes = StepSizes.of(part, outline.vocab)
+    sizes = StepSizes.from_outline(rank_outline, outline.vocab)
     draft = memory.DraftMemory.of_steps(sizes, 1) if outline.has_mtp_head else memory.NO_DRAFT_MODEL
     fixed = {
         "weights": sum(share.num_bytes for share in shares),
@@ -324,7 +330,7 @@ def _plan_one(
     if tables is not None:
         kv_bytes = kv_bytes // block_bytes * block_bytes
     planned = max_planned_tokens(scheduler.max_batch_tokens, plans=2)
-    groups_of_experts = gpus.count if part.experts is not None and part.experts.num_own else 1
+    groups_of_experts = gpus.count if rank_outline.experts is not None and rank_outline.experts.num_local else 1
     return GPUPlan(
         sharing, gpus, shares, fixed, local, kv_bytes, step_kv, max_context, tables, planned, groups_of_experts
     )
@@ -342,12 +348,12 @@ def _block_bytes(groups: tuple[KVGroup, ...], tables: LayerGroups | None) -> int
     """Return the bytes of a KV block with the layers of one group of `tables`; None: with all layers."""
     token_bytes = sum(group.bytes_per_token for group in groups)
     if tables is not None and not tables.is_single:
-        token_bytes = token_bytes * tables.block_layers // len(tables.places)
+        token_bytes = token_bytes * tables.block_layers // len(tables.layer_positions)
     return token_bytes * groups[0].block_size
 
 
 def _local_groups(
-    groups: tuple[KVGroup, ...], part: ModelOutline, num_gpus: int, sharing: KVSharing
+    groups: tuple[KVGroup, ...], rank_outline: ModelOutline, num_gpus: int, sharing: KVSharing
 ) -> tuple[KVGroup, ...]:
     """Return the groups with one GPU's part of their keys, values and states.
 
@@ -356,7 +362,7 @@ def _local_groups(
     sequences. Recurrent states are divided by heads, except with data-parallel attention."""
     if sharing == "data-parallel attention":
         return groups
-    divided = group_layers(part, groups[0].dtype, groups[0].block_size)
+    divided = group_layers(rank_outline, groups[0].dtype, groups[0].block_size)
     if sharing != "context parallel":
         return divided
     return tuple(

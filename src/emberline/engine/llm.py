@@ -98,7 +98,7 @@ class LLM:
             raise EngineUnavailable("this LLM object was closed", hint="create a new LLM")
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
-        params_of = _params_of_each(params, len(many))
+        params_of = _expand_params(params, len(many))
         for grammar in {each.grammar for each in params_of if each.grammar is not None}:
             self._guard.check(grammar, param="grammar")
         jobs: OpenCompletions = {}
@@ -183,7 +183,7 @@ class LLM:
             completion.finish_reason = output.finish.value
 
 
-def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
+def _expand_params(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * prompts
     if len(params) != prompts:

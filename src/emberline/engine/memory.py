@@ -23,8 +23,8 @@ from emberline.kv.layer_groups import LayerGroups
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
 from emberline.models.weight_dtype import default_kv_dtype
-from emberline.models.weight_formats import NarrowSize
-from emberline.models.weight_parts import WeightPart, is_head_large, list_weight_parts
+from emberline.models.weight_formats import QuantisedSize
+from emberline.models.weight_matrices import WeightMatrices, is_head_large, list_weight_matrices
 
 DEFAULT_UTILIZATION = GPUConfig().gpu_memory_utilization
 RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
@@ -55,8 +55,8 @@ class DraftMemory:
     sizes: StepSizes | None = None  # None: there is no draft model
 
     @staticmethod
-    def of(weight_bytes: int, config: ModelConfig, num_captured_layers: int) -> DraftMemory:
-        of_steps = DraftMemory.of_steps(StepSizes.of(outline_of(config), config.vocab), num_captured_layers)
+    def for_model(weight_bytes: int, config: ModelConfig, num_captured_layers: int) -> DraftMemory:
+        of_steps = DraftMemory.of_steps(StepSizes.from_outline(outline_of(config), config.vocab), num_captured_layers)
         return replace(of_steps, weight_bytes=weight_bytes, kv_token_values=kv_token_bytes(config, 1))
 
     @staticmethod
@@ -86,7 +86,7 @@ def plan_engine_memory(
     dtype: str,
     *,
     packed: bool = False,
-    narrow: Sequence[NarrowSize] = (),
+    quantised: Sequence[QuantisedSize] = (),
     draft: DraftMemory = NO_DRAFT_MODEL,
     other_bytes: int = 0,
     groups: LayerGroups | None = None,
@@ -94,8 +94,8 @@ def plan_engine_memory(
 ) -> MemoryPlan:
     """Return the plan of an engine with these settings and weights of this dtype.
 
-    `draft`: memory of its draft model. `narrow`: matrices that are kept quantised. `other_bytes`: GPU memory that other
-    processes use. `groups`: which layers of a rank share block tables; None: chosen for all layers of `config`.
+    `draft`: memory of its draft model. `quantised`: matrices that are kept quantised. `other_bytes`: GPU memory that
+    other processes use. `groups`: which layers of a rank share block tables; None: chosen for all layers of `config`.
     `kernels`: those of the GPU, hopper or portable; empty: those that the settings name, or if they name none, the plan
     has room for either. Raises ModelError if the model does not fit, UnsupportedModel if it cannot run."""
     reject_unsupported_on_gpu(config, settings)
@@ -105,10 +105,10 @@ def plan_engine_memory(
     size, tokens, state_slots = settings.scheduler.block_size, settings.kv_cache.kv_tokens, None
     new_tokens = settings.speculation.max_new_tokens
     if (memory := settings.kv_cache.kv_memory) is not None:
-        planner = StatePlanner.of(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
+        planner = StatePlanner.from_config(config, settings.scheduler.max_running, new_tokens, DTYPE_BYTES[dtype])
         state_slots = planner.count_slots(memory)
         memory -= planner.num_bytes(state_slots)
-        tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_places)
+        tokens = memory // kv_token_bytes(config, kv_bytes, groups.num_layer_positions)
         tokens = tokens if groups.is_single else tokens // size * size
     return plan_memory(
         config,
@@ -124,7 +124,7 @@ def plan_engine_memory(
         state_slots=state_slots,
         packed=packed and dtype == "bfloat16",
         both=settings.gpu.weights == "both" and dtype == "bfloat16",
-        narrow=narrow,
+        quantised=quantised,
         tiers=settings.tiers.has_tiers,
         transfer=settings.transfer is not None,
         draft=draft,
@@ -187,7 +187,7 @@ def plan_memory(
     state_slots: int | None = None,
     packed: bool = False,
     both: bool = False,
-    narrow: Sequence[NarrowSize] = (),
+    quantised: Sequence[QuantisedSize] = (),
     tiers: bool = False,
     transfer: bool = False,
     draft: DraftMemory = NO_DRAFT_MODEL,
@@ -202,20 +202,24 @@ def plan_memory(
 
     `groups`: layers that share block tables; None: all share one. `kv_tokens`, `state_slots`: size of the KV cache, and
     slots for recurrent states; None: as many as are useful and fit. `tiers`, `transfer`: reserve buffers for copies to
-    tiers and other engines. See `weight_bytes`, `StepKernels.of`, `usable_bytes` and StepLimits for the others."""
+    tiers and other engines. See `weight_bytes`, `StepKernels.for_weights`, `usable_bytes` and StepLimits for others."""
     groups = groups or LayerGroups.single(config.layers)
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
-    used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, narrow=narrow)
+    used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, quantised=quantised)
     sizes = used, kv_dtype_bytes, block_size, *running, tiers, transfer, tables, exchanging_ranks, has_ranks
     token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
     block_bytes = token_bytes * block_size
-    fixed = {"weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, narrow=narrow)}
-    fixed |= step_bytes(StepSizes.of(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft)
+    fixed = {
+        "weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, quantised=quantised)
+    }
+    fixed |= step_bytes(
+        StepSizes.from_outline(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft
+    )
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
         raise does_not_fit_error(fixed, usable, total_bytes, needed_bytes)
-    planner = StatePlanner.of(config, max_running, max_new_tokens, dtype_bytes)
+    planner = StatePlanner.from_config(config, max_running, max_new_tokens, dtype_bytes)
     slots = state_slots or planner.count_slots(available, None if kv_tokens is None else needed_bytes)
     fixed["states"] = states = planner.num_bytes(slots)
     blocks = max(0, available - states) // (block_bytes * tables)  # of each group, if requests are short
@@ -245,7 +249,9 @@ def step_bytes(
     largest = max(shape.singles + shape.tokens for shape in shapes)
     chains = sum(not shape.chunks for shape in shapes) if limits.max_new_tokens > 1 else 0  # of a draft model
     layers = _peak_bytes(sizes, limits, draft, max(tokens, running), largest)
-    logits = LogitMemory.of(sizes.vocab, running, has_draft_model=draft.sizes is not None, has_ranks=limits.has_ranks)
+    logits = LogitMemory.for_model(
+        sizes.vocab, running, has_draft_model=draft.sizes is not None, has_ranks=limits.has_ranks
+    )
     return {
         "activations": layers
         + draft.state_values * kernels.dtype_bytes * (grid.pad_token_count(tokens) + max_step_rows(running))
@@ -274,7 +280,7 @@ def usable_bytes(total_bytes: int, utilization: float, other_bytes: int = 0) -> 
     return min(int(total_bytes * utilization), total_bytes - other_bytes)
 
 
-def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
+def bytes_used_by_other_processes(total_bytes: int, free_bytes: int, allocated_bytes: int) -> int:
     """Return how many bytes of a device's memory other processes use.
 
     `allocated_bytes`: bytes that this process has allocated. Up to RESERVE_BYTES of other use are ignored, because
@@ -285,7 +291,7 @@ def used_by_others(total_bytes: int, free_bytes: int, allocated_bytes: int) -> i
 
 def shape_grid_for(config: ModelConfig, max_batch_tokens: int, exchanging_ranks: int = 1) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    sizes = StepSizes.of(outline_of(config), config.vocab)
+    sizes = StepSizes.from_outline(outline_of(config), config.vocab)
     return ShapeGrid.for_model(
         sizes.layer_weights, max_batch_tokens, has_experts=sizes.has_experts, exchanging_ranks=exchanging_ranks
     )
@@ -297,39 +303,43 @@ def weight_bytes(
     *,
     packed: bool = False,
     both: bool = False,
-    narrow: Sequence[NarrowSize] = (),
+    quantised: Sequence[QuantisedSize] = (),
 ) -> int:
     """Return the bytes of all weights on the device.
 
-    A matrix is stored plain, packed, or in both formats (`both`); those in `narrow` are quantised instead. If any are
-    quantised, a large output head that would be stored plain is stored in both formats. An embedding that is not also
-    the output head is never stored in both."""
+    A matrix is stored plain, packed, or in both formats (`both`); those in `quantised` are quantised instead. If any
+    are quantised, a large output head that would be stored plain is stored in both formats. An embedding that is not
+    also the output head is never stored in both."""
     size, outline = 0, outline_of(config)
-    copies_head = bool(narrow) and not packed and is_head_large(outline)
-    for part in list_weight_parts(outline):
-        is_head = part.kind == ("embedding" if config.tie_embeddings else "head")
-        twice = (both and (is_head or part.kind != "embedding")) or (copies_head and is_head)
-        size += weight_part_bytes(part, dtype_bytes, packed=packed, both=twice)
-    by_shape = {(part.rows, part.columns, part.num_matrices): part for part in list_weight_parts(outline)}
-    for kept in narrow:
+    copies_head = bool(quantised) and not packed and is_head_large(outline)
+    for matrices in list_weight_matrices(outline):
+        is_head = matrices.kind == ("embedding" if config.tie_embeddings else "head")
+        twice = (both and (is_head or matrices.kind != "embedding")) or (copies_head and is_head)
+        size += weight_matrices_bytes(matrices, dtype_bytes, packed=packed, both=twice)
+    by_shape = {
+        (matrices.rows, matrices.columns, matrices.num_matrices): matrices for matrices in list_weight_matrices(outline)
+    }
+    for kept in quantised:
         shape = kept.rows, kept.columns, kept.num_matrices
-        plain = by_shape.get(shape, WeightPart("attention", *shape))
-        size += kept.num_bytes - weight_part_bytes(plain, dtype_bytes, packed=packed, both=both)
+        plain = by_shape.get(shape, WeightMatrices("attention", *shape))
+        size += kept.num_bytes - weight_matrices_bytes(plain, dtype_bytes, packed=packed, both=both)
     return size
 
 
-def weight_part_bytes(part: WeightPart, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
+def weight_matrices_bytes(
+    matrices: WeightMatrices, dtype_bytes: int, *, packed: bool = False, both: bool = False
+) -> int:
     """Return the bytes of matrices that are stored plain, packed or in both formats. Norms and biases are float32."""
-    if part.kind == "norms":
-        return F32_BYTES * part.num_weights
-    if part.is_always_plain:
-        return dtype_bytes * part.num_weights
-    size = dtype_bytes * part.rows * part.columns
-    if packed and not part.is_faster_plain:
-        size = max_packed_bytes(part.rows, part.columns)
-    if both and is_packable(part.rows, part.columns):
-        size += max_packed_bytes(part.rows, part.columns)
-    return size * part.num_matrices
+    if matrices.kind == "norms":
+        return F32_BYTES * matrices.num_weights
+    if matrices.is_never_packed:
+        return dtype_bytes * matrices.num_weights
+    size = dtype_bytes * matrices.rows * matrices.columns
+    if packed and not matrices.is_faster_unpacked:
+        size = max_packed_bytes(matrices.rows, matrices.columns)
+    if both and is_packable(matrices.rows, matrices.columns):
+        size += max_packed_bytes(matrices.rows, matrices.columns)
+    return size * matrices.num_matrices
 
 
 def max_packed_bytes(rows: int, columns: int) -> int:

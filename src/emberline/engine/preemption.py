@@ -22,7 +22,7 @@ def choose_victim(
     than `request` can be chosen: those with the priority BATCH first, then the one that loses the fewest computed
     blocks. If there is none, `request` itself is returned, so the first request always makes progress."""
     if isinstance(kv, RankKVManagers):  # blocks of other ranks do not help
-        running = [r for r in running if kv.home_of(r) == kv.home_of(request)]
+        running = [r for r in running if kv.dp_rank_of(r) == kv.dp_rank_of(request)]
     candidates = [
         (-r.priority, blocks, -rank(r)[0], i, r)
         for i, r in enumerate(running[bisect_right(running, rank(request), key=rank) :])

@@ -83,7 +83,7 @@ class BlockPublisher:
     def reclaim_expired_leases(self) -> None:
         """Free KV blocks whose lease has ended. Call this often while blocks are published."""
         for ended in self._sender.collect_ended_leases():
-            self._kv.kept.unpin(ended.blocks)
+            self._kv.retained.unpin(ended.blocks)
 
     def write_stats_to(self, stats: TransferStats) -> None:
         """Write the publisher's statistics into `stats`."""
@@ -103,7 +103,7 @@ class BlockPublisher:
     def _open_ticket(self, request: Request, blocks: list[int]) -> Ticket:
         self._requests += 1
         self._blocks += len(blocks)
-        self._kv.kept.pin(blocks)
+        self._kv.retained.pin(blocks)
         subject = compute_ticket_subject(
             self._sender.region.layout, request.salt, request.tokens[: request.submitted_len]
         )
@@ -114,10 +114,10 @@ class BlockPublisher:
     def _extend_ticket(self, request: Request, blocks: list[int]) -> None:
         ticket = self._tickets[request.id]
         assert ticket is not None
-        self._kv.kept.pin(blocks)
+        self._kv.retained.pin(blocks)
         try:
             self._tickets[request.id] = self._sender.extend_ticket(ticket, blocks)
             self._blocks += len(blocks)
         except TicketEnded:
-            self._kv.kept.unpin(blocks)
+            self._kv.retained.unpin(blocks)
             self._tickets[request.id] = None

@@ -11,7 +11,7 @@ from emberline.engine import memory
 from emberline.engine.draft_estimate import estimate_draft_memory
 from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.engine.narrow_estimate import estimate_narrow_part
+from emberline.engine.quantised_estimate import estimate_rank_quantised_sizes
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.stage_memory import plan_stage_memory
 from emberline.hub.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def _plan_rank(
     return plan_stage_memory(
         *(shard.shard_config(config), stage, settings, context, (gpu_bytes, 0), dtype),
         packed=memory.uses_packed_weights(checkpoint, settings, dtype, config),
-        narrow=estimate_narrow_part(checkpoint, config, settings, dtype, shard, stage),
+        quantised=estimate_rank_quantised_sizes(checkpoint, config, settings, dtype, shard, stage),
         kernels=kernels,
         draft=draft,
     )[0]

@@ -57,7 +57,7 @@ class TorchRunner:
         self._executor = executor or WorkExecutor(model, cache, self.groups, states)
         self.pages_per_slot = 0
         if states is not None:
-            self.pages_per_slot = StatePages.cut(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
+            self.pages_per_slot = StatePages.for_slots(states.shape.slot_bytes, cache.shape.block_bytes, 0).per_slot
         self._draft_runner = draft_runner
 
     def free_caches(self) -> None:

@@ -297,9 +297,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top_counts: Sequence[i
     return list_logprobs(found, top_counts)
 
 
-def list_logprobs(found: LogProbs, top_counts: Sequence[int]) -> list[TokenLogprob]:
+def list_logprobs(logprobs: LogProbs, top_counts: Sequence[int]) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens. `top_counts`: for each, how many of the most likely tokens are listed."""
-    chosen, top_ids, top_values, rank = found
+    chosen, top_ids, top_values, rank = logprobs
     ids, values = top_ids.tolist(), top_values.tolist()
     return [
         TokenLogprob(c, r, list(zip(ids[i][:n], values[i][:n], strict=True)))

@@ -16,7 +16,7 @@ from emberline.core.events import Output
 from emberline.core.plan import Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
-from emberline.engine.endings import append_run, ends_with_stop_token, finish_reason, make_last_output, make_timing
+from emberline.engine.finish import append_sampled, ends_with_stop_token, finish_reason, make_last_output, make_timing
 from emberline.engine.pacing import PromptPacer, max_prompt_tokens
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
@@ -108,8 +108,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None if there is nothing to do."""
         self._end_expired_requests()
-        if self.kv.kept.num_quarantined:
-            self.kv.kept.release_ended()
+        if self.kv.retained.num_quarantined:
+            self.kv.retained.release_ended()
         for request in list(self._loading.values()):
             self._continue_loading(request)
         planned, chunks, max_single = dict[str, int](), list[Request](), -(-len(self.running) // self.plan_share)
@@ -184,7 +184,7 @@ class Scheduler:
         """Append the sampled tokens of a request with a draft, up to the one that ends it, as if sampled one by one."""
         assert self.drafter is not None
         first = result.sampled[work.id]
-        kept, finish = append_run(request, first, self.eos)
+        kept, finish = append_sampled(request, first, self.eos)
         self.drafter.record_result(request, work, first, len(kept))
         if work.preemptions == request.preemptions:
             request.num_planned += len(kept) - 1

@@ -12,7 +12,7 @@ from emberline.engine.memory import NO_DRAFT_MODEL, DraftMemory
 from emberline.engine.memory_plan import MemoryPlan
 from emberline.models.config import ModelConfig
 from emberline.models.stage import Stage
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 
 
 def plan_stage_memory(
@@ -24,7 +24,7 @@ def plan_stage_memory(
     dtype: str,
     *,
     packed: bool,
-    narrow: Sequence[NarrowSize],
+    quantised: Sequence[QuantisedSize],
     draft: DraftMemory = NO_DRAFT_MODEL,
     kernels: str = "",
 ) -> tuple[MemoryPlan, ModelConfig]:
@@ -47,7 +47,7 @@ def plan_stage_memory(
         device_memory[0],
         dtype,
         packed=packed,
-        narrow=narrow,
+        quantised=quantised,
         draft=draft,
         other_bytes=device_memory[1],
         groups=groups,

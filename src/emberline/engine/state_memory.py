@@ -22,7 +22,7 @@ def allocate_states(
     max_draft = speculation.max_new_tokens - 1
     draft_bytes = max_draft * shape.draft_bytes
     slots = count_state_slots(shape.slot_bytes, memory_bytes, max_running, draft_bytes=draft_bytes)
-    return StateCache(shape, slots, num_places=min(slots, max_running), max_draft=max_draft)
+    return StateCache(shape, slots, num_draft_slots=min(slots, max_running), max_draft=max_draft)
 
 
 def allocate_device_states(
@@ -33,7 +33,7 @@ def allocate_device_states(
     `dtype`: of the model's activations."""
     if (shape := make_state_shape(config)) is None:
         return None
-    places = min(num_slots, settings.scheduler.max_running)
-    drafts = {"num_places": places, "max_draft": settings.speculation.max_new_tokens - 1}
+    draft_slots = min(num_slots, settings.scheduler.max_running)
+    drafts = {"num_draft_slots": draft_slots, "max_draft": settings.speculation.max_new_tokens - 1}
     draft_dtype = dtype if device.type == "cuda" else torch.float32
     return StateCache(shape, num_slots, str(device), has_padding_slot=True, **drafts, draft_dtype=draft_dtype)

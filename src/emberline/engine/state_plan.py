@@ -29,7 +29,7 @@ class StatePlanner:
     draft_bytes: int  # of the rows of drafted tokens that a running request keeps
 
     @staticmethod
-    def of(config: ModelConfig, max_running: int, max_new_tokens: int, dtype_bytes: int) -> StatePlanner:
+    def from_config(config: ModelConfig, max_running: int, max_new_tokens: int, dtype_bytes: int) -> StatePlanner:
         """Return a planner for the recurrent layers of a model.
 
         `max_new_tokens`: maximum tokens of a request in a step, with its draft. `dtype_bytes`: of an activation."""

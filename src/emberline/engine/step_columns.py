@@ -20,7 +20,7 @@ class StepColumns:
     samples: NDArray[np.bool_]  # by item
 
     @staticmethod
-    def of(work: Sequence[WorkItem]) -> StepColumns:
+    def from_work(work: Sequence[WorkItem]) -> StepColumns:
         counts = np.array([len(w.tokens) for w in work], np.int32)
         starts = np.array([w.start for w in work], np.int32)
         tokens = np.fromiter((t for w in work for t in w.tokens), np.int32, int(counts.sum()))

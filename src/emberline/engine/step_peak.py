@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from emberline.engine.gpu.shape import max_step_rows
 from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.engine.step_sizes import StepSizes
-from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, NarrowShape, StepKernels
+from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, QuantisedShape, StepKernels
 from emberline.kernels.work_limits import MAX_DEQUANTISED_WEIGHTS, MAX_GATHERED_LOGITS, MAX_UNPACKED_WEIGHTS
 from emberline.models.outline import ModelOutline
-from emberline.models.weight_formats import NarrowSize
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_formats import QuantisedSize
+from emberline.models.weight_matrices import list_weight_matrices
 
 BF16_BYTES, F32_BYTES, F64_BYTES = 2, 4, 8
 # Rows of logits for each request in a step that is not captured: its own, and a copy that sampling leaves unchanged,
@@ -30,23 +30,28 @@ COPIES_OF_GATHERED_ROWS = 2
 
 
 def choose_step_kernels(
-    outline: ModelOutline, kernels: str, dtype_bytes: int, *, packed: bool = False, narrow: Sequence[NarrowSize] = ()
+    outline: ModelOutline,
+    kernels: str,
+    dtype_bytes: int,
+    *,
+    packed: bool = False,
+    quantised: Sequence[QuantisedSize] = (),
 ) -> StepKernels:
-    """Return the kernels for a model's weights; see `StepKernels.of`. `narrow`: matrices that are kept quantised."""
-    parts = [part for part in list_weight_parts(outline) if part.kind == "routed experts"]
+    """Return the kernels for a model's weights; see `StepKernels.for_weights`. `quantised`: matrices kept quantised."""
+    parts = [part for part in list_weight_matrices(outline) if part.kind == "routed experts"]
     # The rows of gate and up may be stored in two matrices.
     shapes = {(rows, part.columns) for part in parts for rows in (part.rows, part.rows // 2)}
-    of_experts = [each for each in narrow if (each.rows, each.columns) in shapes]
+    of_experts = [each for each in quantised if (each.rows, each.columns) in shapes]
     num_kept = sum(each.rows * each.columns * each.num_matrices for each in of_experts)
     num_routed = sum(part.num_weights for part in parts)
     # If more weights have these shapes than routed experts have, some are of shared experts or dense layers.
-    others = [each for each in narrow if each not in of_experts or num_kept > num_routed]
-    return StepKernels.of(
+    others = [each for each in quantised if each not in of_experts or num_kept > num_routed]
+    return StepKernels.for_weights(
         kernels,
         dtype_bytes,
         packed=packed,
-        narrow={_describe_shape(each) for each in others},
-        narrow_experts={_describe_shape(each) for each in of_experts},
+        quantised={_describe_shape(each) for each in others},
+        quantised_experts={_describe_shape(each) for each in of_experts},
         has_other_experts=num_kept < num_routed,
     )
 
@@ -76,20 +81,20 @@ def network_bytes(sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_r
 
 
 def exchange_bytes(
-    sizes: StepSizes, kernels: StepKernels, ranks: int, own: int, total: int, max_tuned_rows: int
+    sizes: StepSizes, kernels: StepKernels, ranks: int, local: int, total: int, max_tuned_rows: int
 ) -> int:
     """Return the bytes that a step needs for rows of other ranks, if ranks attend to requests of their own.
 
-    `own`: rows of this rank. `total`: rows of all ranks. This rank's feed-forward networks compute all of them, so it
+    `local`: rows of this rank. `total`: rows of all ranks. This rank's feed-forward networks compute all of them, so it
     has their inputs, and outputs that are not summed yet. A rank copies its inputs for each rank that it sends them to,
     and later receives an output of each of its rows from every rank, which it sums in float32. If experts may move
     between ranks, these outputs and sums are in float64."""
     if ranks == 1:
         return 0
     output, sum_ = (F64_BYTES, F64_BYTES) if sizes.has_movable_experts else (kernels.dtype_bytes, F32_BYTES)
-    copies = kernels.dtype_bytes * total + output * (total + ranks * own) + sum_ * own
-    of_all, of_own = (network_bytes(sizes, kernels, rows, max_tuned_rows) for rows in (total, own))
-    return sizes.hidden * copies + of_all - of_own
+    copies = kernels.dtype_bytes * total + output * (total + ranks * local) + sum_ * local
+    of_all, of_local = (network_bytes(sizes, kernels, rows, max_tuned_rows) for rows in (total, local))
+    return sizes.hidden * copies + of_all - of_local
 
 
 def unpacked_bytes(sizes: StepSizes, kernels: StepKernels) -> int:
@@ -112,7 +117,9 @@ class LogitMemory:
     of_captured: int  # in the memory of captured steps
 
     @staticmethod
-    def of(vocab: int, max_running: int, *, has_draft_model: bool = False, has_ranks: bool = False) -> LogitMemory:
+    def for_model(
+        vocab: int, max_running: int, *, has_draft_model: bool = False, has_ranks: bool = False
+    ) -> LogitMemory:
         rows, scored = max_step_rows(max_running), MAX_SCORED_TOKENS
         kept = rows + has_draft_model * max_running
         step, captured = COPIES_OF_SAMPLED_ROWS * max_running + scored, 0
@@ -123,8 +130,8 @@ class LogitMemory:
         return LogitMemory(*(F32_BYTES * vocab * count for count in (kept, step, captured)))
 
 
-def _describe_shape(narrow: NarrowSize) -> NarrowShape:
-    return narrow.kind, narrow.rows, narrow.columns, narrow.group_columns
+def _describe_shape(quantised: QuantisedSize) -> QuantisedShape:
+    return quantised.kind, quantised.rows, quantised.columns, quantised.group_columns
 
 
 def _one_network_bytes(

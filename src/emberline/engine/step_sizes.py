@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from emberline.kernels import work_limits
 from emberline.kernels.step_memory import ExpertNetwork, GatedNetwork, StepKernels
 from emberline.models.outline import LayerOutline, ModelOutline
-from emberline.models.weight_parts import WeightPart, list_weight_parts
+from emberline.models.weight_matrices import WeightMatrices, list_weight_matrices
 
 LAYER_KINDS = ("attention", "dense ffn", "routed experts", "shared experts", "router")
 UNPACKED_KINDS = ("attention", "dense ffn", "shared experts")  # whose packed matrices are unpacked for large products
@@ -39,9 +39,9 @@ class StepSizes:
     has_movable_experts: bool = False  # whether experts may move between ranks
 
     @staticmethod
-    def of(outline: ModelOutline, vocab: int) -> StepSizes:
+    def from_outline(outline: ModelOutline, vocab: int) -> StepSizes:
         """Return the sizes of a model or of one GPU's part; `vocab`: that of the whole model."""
-        parts, latent = list_weight_parts(outline), outline.latent
+        parts, latent = list_weight_matrices(outline), outline.latent
         layers = set(outline.layers)
         cached = 2 * outline.kv_heads * outline.head_dim if latent is None else latent.cached_dim
         return StepSizes(
@@ -102,7 +102,7 @@ class StepLimits:
     has_ranks: bool = False  # whether several ranks compute the model
 
 
-def _count_used_weights(outline: ModelOutline, part: WeightPart) -> int:
+def _count_used_weights(outline: ModelOutline, part: WeightMatrices) -> int:
     """Return how many of the part's weights one token uses."""
     if part.kind != "routed experts" or outline.experts is None:
         return part.num_weights

@@ -35,7 +35,7 @@ def make_work(
             item.window_blocks = kv.window_tables(request)
     if isinstance(kv, RankKVManagers):
         for item, (request, _) in zip(work, planned, strict=True):
-            item.home = kv.home_of(request)
+            item.dp_rank = kv.dp_rank_of(request)
             _add_states(item, request, kv.manager_of(request))
     elif isinstance(kv, StateKVManager):
         for item, (request, _) in zip(work, planned, strict=True):

@@ -39,7 +39,7 @@ class GGUFCheckpoint:
     tensors: dict[str, GGUFTensorInfo]
 
     @staticmethod
-    def of(model: GGUFModel) -> GGUFCheckpoint:
+    def from_model(model: GGUFModel) -> GGUFCheckpoint:
         """Return the checkpoint of a GGUF model. Raise ModelFileError or UnsupportedModel if it cannot be one."""
         try:
             return GGUFCheckpoint._read(model)
@@ -114,7 +114,7 @@ def _make_directory(source: Path, target: Path, write_files: Callable[[GGUFModel
     with file_lock(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
             with GGUFModel(source) as model:
-                checkpoint = GGUFCheckpoint.of(model)
+                checkpoint = GGUFCheckpoint.from_model(model)
                 with atomic_directory(target) as work:
                     for name, text in checkpoint.files.items():
                         _write_text(work / name, text)

@@ -47,7 +47,7 @@ PACKED_FORMAT, PACKED_VERSION = "unweight", "1"  # "format" and "version" in the
 
 
 @dataclass(frozen=True)
-class TensorCut:
+class TensorSlice:
     """A part of a stored tensor: the byte `ranges` of each of `num_records` consecutive records of equal size."""
 
     shape: tuple[int, ...]  # of the stored tensor
@@ -75,12 +75,12 @@ class TensorInfo:
     offset: int  # in bytes from the start of the file
     nbytes: int  # size in the file
     packing: Mapping[str, Any] | None = None  # metadata of a tensor in a packed file; None: stored plain
-    cut: TensorCut | None = None  # the part of the stored bytes that has this shape; None: all of them
+    stored_slice: TensorSlice | None = None  # the part of the stored bytes that has this shape; None: all of them
 
     @property
     def whole(self) -> TensorInfo:
         """The stored tensor of which this is a part."""
-        return self if self.cut is None else replace(self, shape=self.cut.shape, cut=None)
+        return self if self.stored_slice is None else replace(self, shape=self.stored_slice.shape, stored_slice=None)
 
     @property
     def logical_bytes(self) -> int:

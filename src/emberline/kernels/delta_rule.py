@@ -70,11 +70,13 @@ class StateSaves(NamedTuple):
 class StateDrafts(NamedTuple):
     """The inputs of drafted tokens, which a step keeps for the next step; ops overwrite them.
 
-    A place is the memory for the drafted tokens of one sequence."""
+    A draft slot is the memory for the drafted tokens of one sequence."""
 
-    conv: Tensor  # [places, max_draft, channels] float32: inputs of the convolution
-    rule: Tensor  # [places, max_draft, draft_width] float32: queries, keys, values; decay and step size of each head
-    places: Tensor  # [B] int32: the place of each sequence
+    conv: Tensor  # [draft slots, max_draft, channels] float32: inputs of the convolution
+    rule: (
+        Tensor  # [draft slots, max_draft, draft_width] float32: queries, keys, values; decay and step size of each head
+    )
+    draft_slots: Tensor  # [B] int32: the draft slot of each sequence
     accepted: Tensor  # [B] int32: kept rows over which the states advance before this step's tokens
     counts: Tensor  # [B] int32: drafted tokens at the end of the sequence, which replace the kept ones
     has_any: bool = True  # False: all `counts` are 0
@@ -114,7 +116,7 @@ def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates) -> Tensor:
         for slot, num_rows in each.writes:
             states.conv[slot] = rows[num_rows : num_rows + kernel - 1]
         if states.drafts is not None:
-            states.drafts.conv[each.place, : each.drafted] = x[each.end - each.drafted : each.end]
+            states.drafts.conv[each.draft_slot, : each.drafted] = x[each.end - each.drafted : each.end]
     return F.silu(y)
 
 
@@ -131,7 +133,7 @@ def compute_delta_rule(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, stat
                 if num_rows == done:
                     states.matrices[slot] = state
         if states.drafts is not None:
-            states.drafts.rule[each.place, : each.drafted] = rows[each.end - each.drafted : each.end]
+            states.drafts.rule[each.draft_slot, : each.drafted] = rows[each.end - each.drafted : each.end]
     return out.flatten(1)
 
 
@@ -173,12 +175,12 @@ class _Sequence(NamedTuple):
     end: int
     is_new: bool  # it has no tokens before these
     writes: list[tuple[int, int]]  # slots to write its states to, each with the number of rows after which that is done
-    place: int = 0
+    draft_slot: int = 0
     accepted: int = 0
     drafted: int = 0
 
     def accepted_rows(self, drafts: Tensor | None) -> Tensor:
-        return torch.empty(0) if drafts is None else drafts[self.place, : self.accepted]
+        return torch.empty(0) if drafts is None else drafts[self.draft_slot, : self.accepted]
 
 
 def _iter_sequences(states: LayerStates) -> Iterator[_Sequence]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from emberline.kernels.backend import backend_of
-from emberline.kernels.mixture import Mixture, OwnSums, SelectedExperts
+from emberline.kernels.mixture import LocalExpertSums, Mixture, SelectedExperts
 
 
 def select_experts(x: Tensor, mixture: Mixture) -> SelectedExperts:
@@ -25,9 +25,9 @@ def add_shared_expert(out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
     return backend_of(out).add_shared_expert(out, normed, mixture)
 
 
-def sum_own_experts(x: Tensor, mixture: Mixture) -> OwnSums:
+def sum_local_experts(x: Tensor, mixture: Mixture) -> LocalExpertSums:
     """Return this rank's share of a mixture's output for the rows x, if experts are in slots (see ExpertSlots).
 
     It is the sum of the selected experts that this rank computes, and of its part of the shared expert. The sum over
     all ranks has the same bits wherever the experts are."""
-    return backend_of(x).sum_own_experts(x, mixture)
+    return backend_of(x).sum_local_experts(x, mixture)

@@ -19,12 +19,12 @@ class ExpertSlots:
     This is no dataclass: when a model sleeps, the memory of all tensors that are found in dataclasses is freed, and
     these small tables are needed meanwhile."""
 
-    def __init__(self, experts: int, groups: int, per_group: int, device: torch.device, own_group: int = 0) -> None:
+    def __init__(self, experts: int, groups: int, per_group: int, device: torch.device, local_group: int = 0) -> None:
         """`experts`: number of experts. `groups`: number of groups of ranks; each rank of a group has a part of each of
-        the group's experts. `per_group`: slots of a group; group g has the slots from g * per_group on. `own_group`:
+        the group's experts. `per_group`: slots of a group; group g has the slots from g * per_group on. `local_group`:
         the group of this rank."""
         self.groups, self.per_group = groups, per_group
-        self.own = range(own_group * per_group, (own_group + 1) * per_group)
+        self.local_slots = range(local_group * per_group, (local_group + 1) * per_group)
         # Slots of each expert, as many as it has copies, then zeros: [experts, groups].
         self.table = torch.zeros(experts, groups, dtype=torch.int64, device=device)
         self.copies = torch.ones(experts, dtype=torch.int64, device=device)

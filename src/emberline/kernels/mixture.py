@@ -35,11 +35,11 @@ class Routing:
     group_best: int = 1  # a group's score is the sum of this many of its highest scores: 1 or 2
     scale: float = 1.0  # factor of all weights
     scales_inputs: bool = False  # whether the weights multiply the inputs of experts instead of their outputs
-    own: range | None = None  # experts that this rank has; None: all. Outputs of others are not added
+    local_experts: range | None = None  # experts that this rank has; None: all. Outputs of others are not added
 
     @property
     def first_expert(self) -> int:
-        return 0 if self.own is None else self.own.start
+        return 0 if self.local_experts is None else self.local_experts.start
 
 
 class SelectedExperts(NamedTuple):
@@ -50,7 +50,7 @@ class SelectedExperts(NamedTuple):
     numbers: Tensor  # [rows, experts per row] int32, ascending in each row
 
 
-class OwnSums(NamedTuple):
+class LocalExpertSums(NamedTuple):
     """What a rank adds to the output of a mixture whose experts may move between ranks."""
 
     sums: Tensor  # float64 [rows, hidden], of terms that `exact_sums.round_term` rounded
@@ -133,7 +133,7 @@ class Mixture:
     routing: Routing
     shared: SharedExpert | None = None
     clamp: ClampedSwiGLU | None = None  # None: silu(gate) * up; otherwise no matrix is packed as gated
-    slots: ExpertSlots | None = None  # None: experts are where `routing.own` says, and never move
+    slots: ExpertSlots | None = None  # None: experts are where `routing.local_experts` says, and never move
 
     def split_experts(self) -> tuple[Expert, ...]:
         """Return each expert with its own matrices. Those of stacked experts are copied, for the reference backend."""

@@ -27,7 +27,7 @@ from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
 from emberline.kernels.dense_stack import DenseStack
 from emberline.kernels.exact_sums import round_term
 from emberline.kernels.gguf_blocks import dequantise_blocks
-from emberline.kernels.mixture import Mixture, OwnSums, SelectedExperts
+from emberline.kernels.mixture import LocalExpertSums, Mixture, SelectedExperts
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16
 from emberline.kernels.sampling_arguments import LogProbs, SamplingTensors
@@ -236,23 +236,23 @@ class OpBackend(ABC):
         """Add the output of the shared expert for the rows `normed` to `out` in place, and return `out`."""
         raise NotImplementedError(f"{type(self).__name__} cannot compute a shared expert by itself")
 
-    def sum_own_experts(self, x: Tensor, mixture: Mixture) -> OwnSums:
+    def sum_local_experts(self, x: Tensor, mixture: Mixture) -> LocalExpertSums:
         """Return this rank's share of the output of a mixture whose experts are in slots (see ExpertSlots).
 
-        `expert_ops.sum_own_experts` describes the result. This method defines it for all backends. It waits for the
+        `expert_ops.sum_local_experts` describes the result. This method defines it for all backends. It waits for the
         device, so it cannot be captured."""
         slots, scales_inputs = mixture.slots, mixture.routing.scales_inputs
         assert slots is not None
         normed, weights, numbers = self.select_experts(x, mixture)
         chosen, sums = slots.choose(numbers.long()), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-        row, rank = ((chosen >= slots.own.start) & (chosen < slots.own.stop)).nonzero(as_tuple=True)
+        row, rank = ((chosen >= slots.local_slots.start) & (chosen < slots.local_slots.stop)).nonzero(as_tuple=True)
         if len(row):
-            inputs, weight, places = normed[row], weights[row, rank, None], chosen[row, rank] - slots.own.start
+            inputs, weight, places = normed[row], weights[row, rank, None], chosen[row, rank] - slots.local_slots.start
             outputs = self.run_experts(inputs * weight if scales_inputs else inputs, places.int(), mixture)
             sums.index_add_(0, row, round_term(outputs if scales_inputs else outputs * weight))
         if mixture.shared is not None:
             sums += round_term(self.add_shared_expert(torch.zeros_like(x), normed, mixture))
-        return OwnSums(sums, chosen)
+        return LocalExpertSums(sums, chosen)
 
     @abstractmethod
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:

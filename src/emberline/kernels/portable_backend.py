@@ -37,7 +37,7 @@ from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
 from emberline.kernels.cuda.driver import count_sms
 from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.delta_rule import DeltaGates, DeltaLayer, LayerStates
-from emberline.kernels.mixture import Mixture, OwnSums, SelectedExperts
+from emberline.kernels.mixture import LocalExpertSums, Mixture, SelectedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
@@ -207,14 +207,14 @@ class PortableBackend(OpBackend):
         return self._expert_layer.select(x, mixture)
 
     def run_experts(self, x: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
-        return self._expert_layer.run_given(x, experts, mixture)
+        return self._expert_layer.run_assigned_experts(x, experts, mixture)
 
     def add_shared_expert(self, out: Tensor, normed: Tensor, mixture: Mixture) -> Tensor:
         assert mixture.shared is not None
         return self._expert_layer.add_shared(out, normed, mixture.shared)
 
-    def sum_own_experts(self, x: Tensor, mixture: Mixture) -> OwnSums:
-        return self._expert_layer.sum_own(x, mixture)
+    def sum_local_experts(self, x: Tensor, mixture: Mixture) -> LocalExpertSums:
+        return self._expert_layer.sum_local(x, mixture)
 
     def sample_with_seed(self, logits: Tensor, settings: SamplingTensors, seed: Tensor, position: Tensor) -> Tensor:
         ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

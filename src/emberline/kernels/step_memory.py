@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from emberline.kernels.narrow_size import can_pack
+from emberline.kernels.four_bit_size import can_pack
 from emberline.kernels.work_limits import (
     FLOAT4_TILE_ROWS,
     GATE_GROUP_ROWS,
@@ -30,7 +30,7 @@ BF16_BYTES, F32_BYTES = 2, 4
 FP8_SCALE_COLUMNS, FP8_SCALE_ROWS = 128, 128  # least columns of x per scale; scales are padded to these rows
 PLACE_TABLE_BYTES = 24  # of the tables of sorted rows
 UNSORTED: Sequence[tuple[float, int]] = ((math.inf, 0),)
-NarrowShape = tuple[str, int, int, int]  # of a quantised matrix: kind, rows, columns, and columns that share a scale
+QuantisedShape = tuple[str, int, int, int]  # of a quantised matrix: kind, rows, columns, and columns that share a scale
 
 
 class WeightForm(StrEnum):
@@ -44,7 +44,7 @@ class WeightForm(StrEnum):
     CODES = "codes"  # codes that are dequantised in parts for many rows
 
 
-NARROW_FORMS = (WeightForm.INT4, WeightForm.FLOAT4)
+FOUR_BIT_FORMS = (WeightForm.INT4, WeightForm.FLOAT4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +82,33 @@ class StepKernels:
     dtype_bytes: int = BF16_BYTES
 
     @staticmethod
-    def of(
+    def for_weights(
         kernels: str,
         dtype_bytes: int,
         *,
         packed: bool = False,
-        narrow: Collection[NarrowShape] = (),
-        narrow_experts: Collection[NarrowShape] = (),
+        quantised: Collection[QuantisedShape] = (),
+        quantised_experts: Collection[QuantisedShape] = (),
         has_other_experts: bool = True,
     ) -> StepKernels:
         """Return the kernels for weights of this dtype.
 
-        `kernels`: hopper or portable; empty: not known, so that both are counted. `narrow`, `narrow_experts`:
+        `kernels`: hopper or portable; empty: not known, so that both are counted. `quantised`, `quantised_experts`:
         matrices that are kept quantised. `has_other_experts`: whether some routed experts are not kept quantised."""
         names = (kernels,) if kernels else ("hopper", "portable")
         plain = {KernelVariant(name, WeightForm.PACKED if packed else WeightForm.PLAIN) for name in names}
-        dense = plain | {KernelVariant(name, _narrow_form(name, *matrix)) for name in names for matrix in narrow}
-        experts = {KernelVariant(name, _narrow_form(name, *each)) for name in names for each in narrow_experts}
+        dense = plain | {
+            KernelVariant(name, _choose_quantised_form(name, *matrix)) for name in names for matrix in quantised
+        }
+        experts = {
+            KernelVariant(name, _choose_quantised_form(name, *each)) for name in names for each in quantised_experts
+        }
         return StepKernels(frozenset(dense), frozenset(experts | plain if has_other_experts else experts), dtype_bytes)
 
     @property
     def unpacks_matrices(self) -> bool:
         """Whether products with many rows unpack whole matrices, the next one while the current one is used."""
-        return any(each.form in (WeightForm.PACKED, *NARROW_FORMS) for each in self.variants)
+        return any(each.form in (WeightForm.PACKED, *FOUR_BIT_FORMS) for each in self.variants)
 
     @property
     def packs_head(self) -> bool:
@@ -185,7 +189,7 @@ class StepKernels:
         tables = PLACE_TABLE_BYTES * places
         if not tile_rows:
             return tables + self.dtype_bytes * assignments * (network.width + network.hidden)
-        widest = max(assignments, min(places, MAX_COPIED_PLACES)) if form in NARROW_FORMS else places
+        widest = max(assignments, min(places, MAX_COPIED_PLACES)) if form in FOUR_BIT_FORMS else places
         return tables + self.dtype_bytes * (places * network.width + widest * network.hidden)
 
 
@@ -200,7 +204,7 @@ def _list_tile_sizes(variant: KernelVariant) -> Sequence[tuple[float, int]]:
     return sizes.get(variant.form, UNSORTED) if variant.kernels == "hopper" else UNSORTED
 
 
-def _narrow_form(kernels: str, kind: str, rows: int, columns: int, group_columns: int) -> WeightForm:
+def _choose_quantised_form(kernels: str, kind: str, rows: int, columns: int, group_columns: int) -> WeightForm:
     """Return the form in which kernels keep a matrix that stays quantised."""
     has_wide_groups = group_columns % FP8_SCALE_COLUMNS == 0 or group_columns >= columns  # 0: the whole row
     if kernels == "hopper" and kind == "fp8" and supports_fp8_shape(rows, columns) and has_wide_groups:

@@ -118,14 +118,14 @@ def is_packed(weight: PackedWeight) -> bool:
     """Return whether `unpack_weight` can unpack the weight."""
     from emberline.kernels.cuda import narrow_layout, uw12
 
-    return isinstance(weight.handle, uw12.UW12Weight | narrow_layout.NarrowWeight)
+    return isinstance(weight.handle, uw12.UW12Weight | narrow_layout.FourBitWeight)
 
 
 def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
     """Write a packed GPU weight as bf16 [n, k] into `out`, with rows in the order of `pack_linear`, and return it."""
     from emberline.kernels.cuda import narrow, narrow_layout, uw12
 
-    if isinstance(weight.handle, narrow_layout.NarrowWeight):
+    if isinstance(weight.handle, narrow_layout.FourBitWeight):
         return narrow.unpack(weight.handle, out)
     assert isinstance(weight.handle, uw12.UW12Weight)
     return uw12.unpack(weight.handle, out, pdl=False)

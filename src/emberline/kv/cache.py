@@ -29,13 +29,13 @@ class KVShape:
     values_in_keys: bool = False  # whether values are parts of the keys, so that the cache has only keys
 
     @property
-    def parts(self) -> int:
+    def num_tensors(self) -> int:
         """The number of tensors of a cache: 2 for keys and values, 1 for keys that contain the values."""
         return 1 if self.values_in_keys else 2
 
     @property
     def block_bytes(self) -> int:
-        return self.parts * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+        return self.num_tensors * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
     def layout(self, model: str, *, transposed_keys: bool = True, groups: str = "") -> KVLayout:
         """Return the memory layout for KV transfer between workers.
@@ -46,7 +46,15 @@ class KVShape:
         width = self.head_dim * item
         turned = item if transposed_keys else 0
         return KVLayout(
-            model, self.layers, self.parts, self.kv_heads, self.block_size, width, dtype, turned=turned, groups=groups
+            model,
+            self.layers,
+            self.num_tensors,
+            self.kv_heads,
+            self.block_size,
+            width,
+            dtype,
+            turned=turned,
+            groups=groups,
         )
 
 
@@ -69,7 +77,7 @@ class KVCache:
         self.segment = segment
         region = region if segment is None else segment.region
         if region is None:
-            parts = [_zeroed_tensor(dims, shape.dtype, device) for _ in range(shape.parts)]
+            parts = [_zeroed_tensor(dims, shape.dtype, device) for _ in range(shape.num_tensors)]
         else:
             assert region.blocks == num_blocks
             parts = [torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in region.parts]
@@ -77,13 +85,13 @@ class KVCache:
         self.keys, self.values = parts[0], parts[0][..., :0] if shape.values_in_keys else parts[1]
 
     @property
-    def parts(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The tensors of the cache: keys and values, or only keys that contain the values."""
         return [self.keys] if self.shape.values_in_keys else [self.keys, self.values]
 
     def free_pages(self) -> None:
         """Give the memory of a cache on a CPU back to the system. All its values are zero afterwards."""
-        _free_pages(self.parts)
+        _free_pages(self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ class StateCache:
     """The memory of the states of recurrent layers. A slot holds the states of one sequence in all layers.
 
     For speculative decoding, there is also room for the layers' inputs (rows) for up to `max_draft` drafted tokens of
-    each of `num_places` sequences."""
+    each of `num_draft_slots` sequences."""
 
     def __init__(
         self,
@@ -128,7 +136,7 @@ class StateCache:
         device: str = "cpu",
         *,
         has_padding_slot: bool = False,
-        num_places: int = 0,
+        num_draft_slots: int = 0,
         max_draft: int = 0,
         draft_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -139,7 +147,7 @@ class StateCache:
         slots = num_slots + has_padding_slot
         conv = shape.layers, slots, shape.conv_rows, shape.conv_channels
         matrices = shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim
-        drafts = shape.layers, num_places, max_draft
+        drafts = shape.layers, num_draft_slots, max_draft
         self.conv, self.matrices = (_zeroed_tensor(dims, torch.float32, device) for dims in (conv, matrices))
         self.draft_conv = _zeroed_tensor((*drafts, shape.conv_channels), draft_dtype, device)
         self.draft_rule = _zeroed_tensor((*drafts, shape.draft_width), draft_dtype, device)

@@ -2,8 +2,8 @@
 
 Layers that attend to all tokens keep every block of a request. Layers with an attention window need only the newest
 tokens, so their blocks have tables of their own, from which blocks outside the window are freed. All tables take their
-blocks from one pool, so every block has places for the same number of layers. A group with fewer layers leaves some of
-these places unused.
+blocks from one pool, so every block has positions for the same number of layers. A group with fewer layers leaves some
+of these positions unused.
 
 This module does not import torch."""
 
@@ -17,25 +17,25 @@ from math import ceil
 from emberline.core.plan import STATE_GROUP
 
 MAX_GROUPS = 8  # more groups would waste less memory, but each has a block table
-MAX_WASTE = 1.15  # layer places in all groups, divided by the number of layers; above this, one group is better
+MAX_WASTE = 1.15  # layer positions in all groups, divided by the number of layers; above this, one group is better
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    block_layers: int  # number of layer places in a block
+    block_layers: int  # number of layer positions in a block
     windows: tuple[int, ...]  # window of each group in tokens; the first is 0: it has all layers without a window
     # For each layer, its group and its index in the group's blocks. Recurrent layers have no blocks, but states: their
     # group is STATE_GROUP, and their index counts the recurrent layers.
-    places: tuple[tuple[int, int], ...]
+    layer_positions: tuple[tuple[int, int], ...]
 
     @property
     def is_single(self) -> bool:
         """Whether all layers share one block table, and layer i is at index i of its blocks."""
-        return len(self.windows) == 1 and self.block_layers == len(self.places)
+        return len(self.windows) == 1 and self.block_layers == len(self.layer_positions)
 
     @property
-    def num_places(self) -> int:
-        """The number of places for layers in one block of each group, including places that no layer uses."""
+    def num_layer_positions(self) -> int:
+        """The number of layer positions in one block of each group, including those that no layer uses."""
         return self.block_layers * len(self.windows)
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
@@ -56,8 +56,8 @@ class LayerGroups:
         It is part of every block's hash and of the layout that other engines compare with theirs."""
         if self.is_single:
             return ""
-        places = blake2b(repr(astuple(self)).encode(), digest_size=8).hexdigest()
-        return f"{self.block_layers}x{'+'.join(map(str, self.windows))}-{places}"
+        digest = blake2b(repr(astuple(self)).encode(), digest_size=8).hexdigest()
+        return f"{self.block_layers}x{'+'.join(map(str, self.windows))}-{digest}"
 
     def max_tokens(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
         """Return how many tokens of one request fit into `num_blocks` blocks."""
@@ -80,13 +80,13 @@ class LayerGroups:
     def of_layers(self, layers: range) -> LayerGroups:
         """Return the groups reduced to these layers, for a rank that computes no other layers."""
         counts: dict[int, int] = {}
-        places = []
+        positions = []
         for layer in layers:
-            group = self.places[layer][0]
-            places.append((group, counts.get(group, 0)))
+            group = self.layer_positions[layer][0]
+            positions.append((group, counts.get(group, 0)))
             counts[group] = counts.get(group, 0) + 1
         counts.pop(STATE_GROUP, None)
-        return LayerGroups(max(counts.values(), default=0), self.windows, tuple(places))
+        return LayerGroups(max(counts.values(), default=0), self.windows, tuple(positions))
 
     @staticmethod
     def single(layers: int) -> LayerGroups:
@@ -96,12 +96,12 @@ class LayerGroups:
     @staticmethod
     def with_states(layers: int, state_layers: Sequence[int]) -> LayerGroups:
         """Return one group of all layers except the recurrent layers `state_layers`, which have states, not blocks."""
-        places, counts = [], [0, 0]
+        positions, counts = [], [0, 0]
         for layer in range(layers):
             has_state = layer in state_layers
-            places.append((STATE_GROUP if has_state else 0, counts[has_state]))
+            positions.append((STATE_GROUP if has_state else 0, counts[has_state]))
             counts[has_state] += 1
-        return LayerGroups(counts[0], (0,), tuple(places))
+        return LayerGroups(counts[0], (0,), tuple(positions))
 
     @staticmethod
     def for_windows(windows: Sequence[int]) -> LayerGroups:
@@ -119,14 +119,14 @@ class LayerGroups:
         size = min(sizes, key=lambda size: (size * _count_groups(layers_of, size), -size))
         if size * _count_groups(layers_of, size) > MAX_WASTE * len(windows):
             return LayerGroups.single(len(windows))
-        places = [(0, 0)] * len(windows)
+        positions = [(0, 0)] * len(windows)
         group_windows: list[int] = []
         for window, layers in layers_of.items():
             for first in range(0, len(layers), size):
                 for index, layer in enumerate(layers[first : first + size]):
-                    places[layer] = len(group_windows), index
+                    positions[layer] = len(group_windows), index
                 group_windows.append(window)
-        return LayerGroups(size, tuple(group_windows), tuple(places))
+        return LayerGroups(size, tuple(group_windows), tuple(positions))
 
 
 def max_held_blocks(window: int, block_size: int, max_step_tokens: int) -> int:

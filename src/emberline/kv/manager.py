@@ -11,11 +11,11 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
 from emberline.kv.block_copies import PendingCopies
-from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixChanges, PrefixIndex
 from emberline.kv.request_hashes import RequestHasher
 from emberline.kv.residency import ResidencySampler
+from emberline.kv.retained_blocks import RetainedBlocks
 from emberline.kv.tier_loads import TierLoads
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.window_tables import WindowAdmission, WindowTables
@@ -66,7 +66,7 @@ class KVManager:
         self._num_indexed: dict[str, int] = {}  # number of leading blocks in the prefix index, by request
         self._tier_loads = TierLoads(tiers, block_size, self._clock, load_timeout_s) if tiers is not None else None
         self._active_pulls: dict[str, Pull] = {}  # running pull from another engine, by request
-        self.kept = KeptBlocks(self._pool, self._release_blocks)
+        self.retained = RetainedBlocks(self._pool, self._release_blocks)
         self.copies = PendingCopies(tiers)
 
     @property
@@ -212,7 +212,7 @@ class KVManager:
             assert self.pulls is not None
             self.pulls.cancel(pull)
             in_windows = [] if self._windows is None else self._windows.remove_request(request)
-            self.kept.quarantine(pull, table + in_windows, holder)
+            self.retained.quarantine(pull, table + in_windows, holder)
         else:
             if self._tier_loads is not None:
                 self._tier_loads.cancel(request)
@@ -240,14 +240,14 @@ class KVManager:
     def parent_hashes(self) -> dict[bytes, bytes]:
         return self._prefix.parent_hashes()
 
-    def publishable_blocks(self, request: Request, first: int) -> list[int]:
-        """Return the computed blocks, from index `first` on, that other engines need to continue the submitted tokens.
+    def publishable_blocks(self, request: Request, first_index: int) -> list[int]:
+        """Return the computed blocks from `first_index` on that other engines need to continue the submitted tokens.
 
         These are the full blocks of the first group and, once they are all computed, the last blocks of each window."""
         last = request.submitted_len // self.block_size
         full = min(last, request.num_computed // self.block_size)
-        blocks = self._block_tables[request.id][first:full]
-        if self._windows is not None and full == last >= first:
+        blocks = self._block_tables[request.id][first_index:full]
+        if self._windows is not None and full == last >= first_index:
             blocks += self._windows.tail_blocks(request, request.submitted_len)
         return blocks
 
@@ -318,7 +318,7 @@ class KVManager:
             self.copies.add_load(BlockCopy(block, arrival.block_hash, arrival.buffer, max(0, group)))
         if self._needs_whole_prefix and load.num_missing:
             if not self.is_loading(request):  # a shorter prefix may have all blocks of windows, or a snapshot
-                request.load_limit = load.places[load.num_arrived][1], load.deadline
+                request.load_limit = load.positions[load.num_arrived][1], load.deadline
             return self.is_loading(request)
         request.load_limit = None
         self._num_indexed[request.id] = load.prefix_blocks - load.num_missing
@@ -356,11 +356,11 @@ class KVManager:
         elif self._tier_loads is not None:
             if windows is None:
                 num_wanted = self._tier_loads.count_available(request, hashes, num_shared)
-            places = [(0, index) for index in range(num_shared, num_wanted)]
+            positions = [(0, index) for index in range(num_shared, num_wanted)]
             if windows is not None:
-                places += windows.uncached_blocks(hashes, num_wanted)
-            if places:
-                self._tier_loads.start(request, hashes, places, num_wanted)
+                positions += windows.uncached_blocks(hashes, num_wanted)
+            if positions:
+                self._tier_loads.start(request, hashes, positions, num_wanted)
 
     def num_reclaimable_blocks(self, request: Request) -> int:
         """Return how many blocks would become available immediately if this request were freed."""
@@ -375,7 +375,7 @@ class KVManager:
         self._pool.check_invariants()
         loading = set(self._active_pulls) | (self._tier_loads.request_ids() if self._tier_loads is not None else set())
         assert loading <= self._block_tables.keys()
-        held = Counter(block for table in self._block_tables.values() for block in table) + self.kept.count_holders()
+        held = Counter(b for table in self._block_tables.values() for b in table) + self.retained.count_holders()
         if self._windows is not None:
             held.update(self._windows.held_blocks())
         assert self._pool.count_holders() == held

@@ -1,7 +1,7 @@
 """RankKVManagers: the KV caches of ranks that attend to different requests, behind the interface of one KVManager.
 
 With data-parallel attention, each rank has a cache of its own, with blocks and slots for states that are numbered from
-0 on every rank. A request has all its blocks on one rank, its home, from its admission until it is freed. All ranks
+0 on every rank. A request has all its blocks on one rank, its DP rank, from its admission until it is freed. All ranks
 share the tiers: a block that one rank has saved can be loaded by the others. Transfers between engines do not work with
 such caches yet.
 """
@@ -14,9 +14,9 @@ from dataclasses import replace
 from emberline.core.events import BlockSample
 from emberline.core.plan import BlockCopy
 from emberline.core.request import Request
-from emberline.kv.kept_blocks import KeptBlocks
 from emberline.kv.manager import KVManager
 from emberline.kv.prefix import PrefixChanges
+from emberline.kv.retained_blocks import RetainedBlocks
 
 
 class RankKVManagers:
@@ -27,24 +27,24 @@ class RankKVManagers:
         self.tiers = managers[0].tiers
         assert all(manager.tiers is self.tiers and manager.pulls is None for manager in managers)
         self._managers = tuple(managers)
-        self._homes: dict[str, int] = {}  # rank, by request
+        self._dp_ranks: dict[str, int] = {}  # rank, by request
         self._num_requests = [0] * len(managers)  # by rank
         self._parents: dict[bytes, dict[int, bytes]] = {}  # by hash of a tracked block: hash of its parent, by rank
         self.block_size = managers[0].block_size
         self.prefix_cache = managers[0].prefix_cache
         self.has_windows = managers[0].has_windows
         self.copies = RankCopies(self._managers)
-        self.kept: KeptBlocks = managers[0].kept  # none are kept without transfers
+        self.retained: RetainedBlocks = managers[0].retained  # none are kept without transfers
         self.residency = RankResidency(self._managers)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def home_of(self, request: Request) -> int:
+    def dp_rank_of(self, request: Request) -> int:
         """Return the rank that has the blocks of an admitted request."""
-        return self._homes[request.id]
+        return self._dp_ranks[request.id]
 
     def manager_of(self, request: Request) -> KVManager:
-        return self._managers[self._homes[request.id]]
+        return self._managers[self._dp_ranks[request.id]]
 
     def admit(self, request: Request, reserved_blocks: int = 0) -> bool:
         """Choose a rank for the request, allocate blocks for all its known tokens there, and return True.
@@ -53,28 +53,28 @@ class RankKVManagers:
         requests if that is less. The rank with the fewest tokens to keep or compute is tried first: the tokens of its
         requests, plus those tokens of this request that its prefix cache lacks. Of equal ranks, the one with the most
         free blocks is tried first, so that the prefix caches of all ranks are used."""
-        for home in sorted(range(len(self._managers)), key=lambda home: self._rate_home(home, request)):
-            if self._managers[home].admit(request, min(reserved_blocks, self._num_requests[home])):
-                self._homes[request.id] = home
-                self._num_requests[home] += 1
+        for dp_rank in sorted(range(len(self._managers)), key=lambda dp_rank: self._rate_dp_rank(dp_rank, request)):
+            if self._managers[dp_rank].admit(request, min(reserved_blocks, self._num_requests[dp_rank])):
+                self._dp_ranks[request.id] = dp_rank
+                self._num_requests[dp_rank] += 1
                 return True
         return False
 
-    def _rate_home(self, home: int, request: Request) -> tuple[int, int]:
-        manager = self._managers[home]
+    def _rate_dp_rank(self, dp_rank: int, request: Request) -> tuple[int, int]:
+        manager = self._managers[dp_rank]
         used = manager.num_blocks - manager.num_free_blocks - manager.num_cached_blocks
         tokens = used * self.block_size + request.num_known - manager.count_prefix_tokens(request)
         return tokens, -manager.num_free_blocks
 
     def extend_block_table(self, request: Request, num_tokens: int, reserved_blocks: int = 0) -> bool:
-        home = self._homes[request.id]
-        reserved = min(reserved_blocks, self._num_requests[home])
-        return self._managers[home].extend_block_table(request, num_tokens, reserved)
+        dp_rank = self._dp_ranks[request.id]
+        reserved = min(reserved_blocks, self._num_requests[dp_rank])
+        return self._managers[dp_rank].extend_block_table(request, num_tokens, reserved)
 
     def free_request(self, request: Request) -> None:
-        home = self._homes.pop(request.id)
-        self._num_requests[home] -= 1
-        self._managers[home].free_request(request)
+        dp_rank = self._dp_ranks.pop(request.id)
+        self._num_requests[dp_rank] -= 1
+        self._managers[dp_rank].free_request(request)
 
     def block_table(self, request: Request) -> Sequence[int]:
         return self.manager_of(request).block_table(request)
@@ -132,9 +132,9 @@ class RankKVManagers:
         self._managers[0].hit_tokens += count - self.hit_tokens
 
     def check_invariants(self) -> None:
-        for home, manager in enumerate(self._managers):
+        for dp_rank, manager in enumerate(self._managers):
             manager.check_invariants()
-            assert self._num_requests[home] == sum(each == home for each in self._homes.values())
+            assert self._num_requests[dp_rank] == sum(each == dp_rank for each in self._dp_ranks.values())
 
     # -- cached prefixes, for the router -------------------------------------------------------------------------------
 
@@ -184,11 +184,15 @@ class RankCopies:
 
     def take_saves(self) -> list[BlockCopy]:
         """Return copies to host memory, each with its rank. If several ranks have the same block, one copy is made."""
-        return [replace(each, home=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_saves()]
+        return [
+            replace(each, dp_rank=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_saves()
+        ]
 
     def take_loads(self) -> list[BlockCopy]:
         """Return copies from host buffers into cache blocks, each with its rank."""
-        return [replace(each, home=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_loads()]
+        return [
+            replace(each, dp_rank=rank) for rank, copies in enumerate(self._by_rank) for each in copies.take_loads()
+        ]
 
     def finish(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Release the host buffers of copies that a step plan made. The copies must be complete."""

@@ -106,7 +106,7 @@ class StateKVManager(KVManager):
 
         The states advance over the known tokens of the step, not over a draft."""
         num_tokens = item.start + len(item.tokens) - item.num_draft
-        place, accepted = self._drafted_rows.plan_step(item)
+        draft_slot, accepted = self._drafted_rows.plan_step(item)
         # Accepted drafts may pass a boundary. Otherwise the step has to end there, as not all kernels can stop within.
         saved, known_end = num_tokens // self.block_size * self.block_size if accepted else num_tokens, None
         if item.max_shift:  # a step that is planned ahead may reach the next boundary, and then it makes the snapshot
@@ -125,14 +125,14 @@ class StateKVManager(KVManager):
         while boundaries and boundaries[-1] <= num_tokens:
             boundaries.pop()
         request.chunk_end = boundaries[-1] if boundaries else 0
-        return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_place=place)
+        return StateWork(slot, source, target, save_end=saved, num_accepted=accepted, draft_slot=draft_slot)
 
     def plan_moves(self, request: Request, start: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the blocks from which a step at position `start` loads states, and those to which it copies states.
 
         The request's peer has sent the states that are loaded. The copies are for other engines."""
         if arrived := self._arriving.pop(request.id, ()):
-            self.kept.unpin(arrived)  # only plans after this one can overwrite them
+            self.retained.unpin(arrived)  # only plans after this one can overwrite them
         leaving = self._leaving.get(request.id, ())
         return arrived, leaving if start == self._handoff_blocks(request) * self.block_size else ()
 
@@ -149,7 +149,7 @@ class StateKVManager(KVManager):
         return cleared
 
     def _allocate_for_states(self) -> list[int]:
-        blocks = self.kept.allocate(self._pages.per_slot)
+        blocks = self.retained.allocate(self._pages.per_slot)
         self._blocks_with_states.update(blocks)
         return blocks
 
@@ -167,10 +167,10 @@ class StateKVManager(KVManager):
         self._drafted_rows.free(request.id)
         arriving = self._arriving.pop(request.id, [])
         if pull is None:
-            self.kept.unpin(arriving)
+            self.retained.unpin(arriving)
         else:
-            self.kept.unpin_after(pull, arriving)
-        self.kept.unpin(self._leaving.pop(request.id, []))
+            self.retained.unpin_after(pull, arriving)
+        self.retained.unpin(self._leaving.pop(request.id, []))
         self._boundaries.pop(request.id, None)
         request.chunk_end = 0
 
@@ -226,7 +226,7 @@ class StateKVManager(KVManager):
     # -- tiers ---------------------------------------------------------------------------------------------------------
 
     def _save_snapshot(self, digest: bytes, slot: int) -> None:
-        pages = zip(self._pages.numbers(slot), self._pages.hashes(digest), strict=True)
+        pages = zip(self._pages.page_numbers(slot), self._pages.hashes(digest), strict=True)
         self.copies.add_saves((page, page_hash, 0) for page, page_hash in pages)
 
     def _find_stored_snapshot(self, hashes: Sequence[bytes], cached: int, available: int) -> int:
@@ -257,15 +257,15 @@ class StateKVManager(KVManager):
             assert self._tier_loads is not None
             in_slot = self.states.has_snapshot(hashes[-1])
             self.states.admit(request.id, hashes[-1] if in_slot else None)
-            places = [(0, index) for index in range(num_shared, wanted)]
+            positions = [(0, index) for index in range(num_shared, wanted)]
             if not in_slot:  # the states first: without them, the blocks need not be loaded
                 self.states.begin_load(request.id, hashes[-1])
-                places[:0] = [(STATE_GROUP - page, wanted - 1) for page in range(self._pages.per_slot)]
-            self._tier_loads.start(request, hashes, places, wanted)
+                positions[:0] = [(STATE_GROUP - page, wanted - 1) for page in range(self._pages.per_slot)]
+            self._tier_loads.start(request, hashes, positions, wanted)
 
     def _index_loaded_block(self, request: Request, group: int, index: int) -> int:
         if group <= STATE_GROUP:
-            return self._pages.numbers(self.states.loading_slot(request.id))[STATE_GROUP - group]
+            return self._pages.page_numbers(self.states.loading_slot(request.id))[STATE_GROUP - group]
         return super()._index_loaded_block(request, group, index)
 
     def update_loaded_prefix(self, request: Request) -> bool:
@@ -311,17 +311,17 @@ class StateKVManager(KVManager):
         first, arriving = min(num_shared, pulled), self._allocate_for_states()
         targets = self._block_tables[request.id][:pulled] + arriving
         if (pull := self.pulls.start(request, targets, (first, pulled * self.block_size))) is None:
-            self.kept.unpin(arriving)
+            self.retained.unpin(arriving)
             return False
         self._active_pulls[request.id], self._arriving[request.id] = pull, arriving
         self.copies.drop(targets[first:])
         return True
 
-    def publishable_blocks(self, request: Request, first: int) -> list[int]:
-        """Return the computed blocks, from index `first` on, that other engines need: of the prompt, then of states."""
+    def publishable_blocks(self, request: Request, first_index: int) -> list[int]:
+        """Return the computed blocks from `first_index` on that other engines need: of the prompt, then of states."""
         last = self._handoff_blocks(request)
-        blocks = self._block_tables[request.id][first : min(last, request.num_computed // self.block_size)]
-        if first <= last and request.num_computed > last * self.block_size:
+        blocks = self._block_tables[request.id][first_index : min(last, request.num_computed // self.block_size)]
+        if first_index <= last and request.num_computed > last * self.block_size:
             blocks += self._leaving.get(request.id, [])
         return blocks
 

@@ -18,10 +18,10 @@ class StatePages:
     per_slot: int  # pages of one slot
 
     @staticmethod
-    def cut(slot_bytes: int, block_bytes: int, num_blocks: int) -> StatePages:
+    def for_slots(slot_bytes: int, block_bytes: int, num_blocks: int) -> StatePages:
         return StatePages(num_blocks, -(-slot_bytes // block_bytes))
 
-    def numbers(self, slot: int) -> range:
+    def page_numbers(self, slot: int) -> range:
         """Return the numbers of a slot's pages, which a BlockCopy has in place of a block number."""
         first = self.num_blocks + slot * self.per_slot
         return range(first, first + self.per_slot)

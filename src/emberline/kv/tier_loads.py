@@ -15,20 +15,20 @@ from emberline.tokens.blockhash import group_block_hash, state_page_hash
 
 # A group of layers, and an index in the group's block table. The group STATE_GROUP - i stands for page i of the states
 # after the block at this index.
-BlockPlace = tuple[int, int]
+BlockTablePosition = tuple[int, int]
 
 
 @dataclass(slots=True)
 class TierLoad:
     fetch: TierFetch
-    places: Sequence[BlockPlace]  # of the blocks, in the order of the fetch
+    positions: Sequence[BlockTablePosition]  # of the blocks, in the order of the fetch
     prefix_blocks: int  # leading blocks that count as computed when all blocks have arrived
     deadline: float
     num_arrived: int = 0
 
     @property
     def num_missing(self) -> int:
-        return len(self.places) - self.num_arrived
+        return len(self.positions) - self.num_arrived
 
 
 class TierLoads:
@@ -90,33 +90,33 @@ class TierLoads:
         return self._tiers.lookup(pages.hashes(digest), guess=guess) == pages.per_slot
 
     def start(
-        self, request: Request, hashes: Sequence[bytes], places: Sequence[BlockPlace], prefix_blocks: int
+        self, request: Request, hashes: Sequence[bytes], positions: Sequence[BlockTablePosition], prefix_blocks: int
     ) -> None:
         """Start to load blocks from tiers into the blocks of a request.
 
-        `places`: group of layers and index of each block to load. `hashes`: the hashes of the request's leading blocks,
-        from which the hashes in other groups and of pages of states are computed. `prefix_blocks`: leading blocks that
-        count as computed when all blocks have arrived."""
+        `positions`: group of layers and index of each block to load. `hashes`: the hashes of the request's leading
+        blocks, from which the hashes in other groups and of pages of states are computed. `prefix_blocks`: leading
+        blocks that count as computed when all blocks have arrived."""
         limit = request.load_limit
         deadline = self._clock.now() + self._timeout_s if limit is None else limit[1]
-        fetch = self._tiers.start_fetch([_hash_at(hashes, place) for place in places])
-        self._loads[request.id] = TierLoad(fetch, places, prefix_blocks, deadline)
+        fetch = self._tiers.start_fetch([_hash_at(hashes, position) for position in positions])
+        self._loads[request.id] = TierLoad(fetch, positions, prefix_blocks, deadline)
 
-    def take_arrivals(self, request: Request) -> tuple[TierLoad, list[tuple[BlockPlace, FetchedBlock]]]:
-        """Return the request's load, and the blocks that arrived since the last call, each with its place.
+    def take_arrivals(self, request: Request) -> tuple[TierLoad, list[tuple[BlockTablePosition, FetchedBlock]]]:
+        """Return the request's load, and the blocks that arrived since the last call, each with its position.
 
         A load that has ended, or whose deadline has passed, is removed."""
         load = self._loads[request.id]
         arrivals, ended = self._tiers.take_fetched(load.fetch)
-        placed = list(zip(load.places[load.num_arrived :], arrivals, strict=False))
+        arrived = list(zip(load.positions[load.num_arrived :], arrivals, strict=False))
         load.num_arrived += len(arrivals)
-        for (group, _), arrival in placed:
+        for (group, _), arrival in arrived:
             self._tiers.record_hit(arrival.tier, 0 if group else self._block_size)
         if ended:
             del self._loads[request.id]
         elif self._clock.now() >= load.deadline:
             self.cancel(request)
-        return load, placed
+        return load, arrived
 
     def cancel(self, request: Request) -> None:
         """Cancel the load of a request, if it has one."""
@@ -127,8 +127,8 @@ class TierLoads:
         return set(self._loads)
 
 
-def _hash_at(hashes: Sequence[bytes], place: BlockPlace) -> bytes:
-    group, index = place
+def _hash_at(hashes: Sequence[bytes], position: BlockTablePosition) -> bytes:
+    group, index = position
     if group <= STATE_GROUP:
         return state_page_hash(hashes[index], STATE_GROUP - group)
     return group_block_hash(hashes[index], group)

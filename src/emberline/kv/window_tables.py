@@ -110,22 +110,24 @@ class WindowTables:
         """Return the index of the first block that the token at position `num_tokens` attends to."""
         return max(0, num_tokens - window + 1) // self._size
 
-    def index_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> None:
-        """Add a request's blocks [first, len(hashes)) to the prefix indexes, except blocks that were released."""
-        for group, index in self._held_indices(request, first, len(hashes)):
+    def index_blocks(self, request: Request, first_index: int, hashes: Sequence[bytes]) -> None:
+        """Add a request's blocks [first_index, len(hashes)) to the prefix indexes, except blocks that were released."""
+        for group, index in self._held_indices(request, first_index, len(hashes)):
             self.index_block(request, group, index, hashes)
 
-    def hashed_blocks(self, request: Request, first: int, hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes, int]]:
-        """Yield a request's blocks [first, len(hashes)) of all groups, except blocks that were released.
+    def hashed_blocks(
+        self, request: Request, first_index: int, hashes: Sequence[bytes]
+    ) -> Iterator[tuple[int, bytes, int]]:
+        """Yield a request's blocks [first_index, len(hashes)) of all groups, except blocks that were released.
 
         Each item is the block, the hash under which tiers store it, and its group."""
         tables = self._tables[request.id]
-        for group, index in self._held_indices(request, first, len(hashes)):
+        for group, index in self._held_indices(request, first_index, len(hashes)):
             yield tables[group - 1].blocks[index], group_block_hash(hashes[index], group), group
 
-    def _held_indices(self, request: Request, first: int, end: int) -> Iterator[tuple[int, int]]:
+    def _held_indices(self, request: Request, first_index: int, end: int) -> Iterator[tuple[int, int]]:
         for group, table in enumerate(self._tables[request.id], 1):
-            for index in range(max(first, table.released), end):
+            for index in range(max(first_index, table.released), end):
                 yield group, index
 
     def index_block(self, request: Request, group: int, index: int, hashes: Sequence[bytes]) -> int:

@@ -18,7 +18,7 @@ NormPlacement = Literal["pre", "post", "both", "shared"]
 NormKind = Literal["rms", "layer"]
 QKNormKind = Literal["head", "projection", "head_layer"]
 DeltaTensors = Literal["", "grouped", "separate"]
-Unrotated = Literal["", "listed", "windowless", "unless_rope"]
+UnrotatedRule = Literal["", "listed", "windowless", "unless_rope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Architecture:
     chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
     window_pattern: int = 0  # without layer_types, every n-th layer has no window, with this n; 0: all have one
     window_pattern_field: str = ""  # field with that number
-    unrotated: Unrotated = ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
+    unrotated: UnrotatedRule = (
+        ""  # layers without rotary embedding: in no_rope_layers, without window, all unless "rope"
+    )
     interleaved_rope: bool | str = False
     temperature_flag_field: str = ""  # whether floor_scale and attn_scale apply to layers without rotary embedding
     partial_rotary: bool = False

@@ -18,7 +18,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.ropeconfig import RopeConfig
-from emberline.models.weight_parts import is_attention_faster_plain
+from emberline.models.weight_matrices import is_attention_faster_unpacked
 from emberline.models.weights import Weights
 
 
@@ -149,14 +149,14 @@ class Attention:
                 norm=norm,
                 eps=eps,
                 norm_offset=offset,
-                packable=not is_attention_faster_plain((q + 2 * kv) * config.hidden, has_experts=has_experts),
+                packable=not is_attention_faster_unpacked((q + 2 * kv) * config.hidden, has_experts=has_experts),
             ),
             o=load_linear(
                 weights,
                 [(f"{at}.self_attn.o_proj", config.hidden)],
                 q,
                 bias=config.o_bias,
-                packable=not is_attention_faster_plain(q * config.hidden, has_experts=has_experts),
+                packable=not is_attention_faster_unpacked(q * config.hidden, has_experts=has_experts),
             ),
             layer=attention,
             norms=ProjectionNorms.load(config, weights, at) if has_own_norms else None,
@@ -173,11 +173,11 @@ class Attention:
 
         Keys and values of all rows of x are written to the cache in both cases.
         """
-        mixed = self.mix(x, keys, values, batch, rows)
+        mixed = self.compute_attention(x, keys, values, batch, rows)
         x = x if rows is None else x[rows]
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
-    def mix(
+    def compute_attention(
         self,
         x: Tensor,
         keys: Tensor,

@@ -24,7 +24,7 @@ class ChainedLayer:
     ffn: FeedForward
 
     @staticmethod
-    def of(attention: object, ffn: object) -> ChainedLayer | None:
+    def make_if_supported(attention: object, ffn: object) -> ChainedLayer | None:
         """Return the layer with these parts, or None if the op does not support what they compute."""
         if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward):
             return None
@@ -47,7 +47,7 @@ class ChainedLayer:
 
         The second result is None if the next layer must compute its queries, keys and values itself. x is overwritten.
         `qkv`: the queries, keys and values of this layer; None: computed here."""
-        mixed = self.attention.mix(x, keys, values, batch, rows, qkv=qkv)
+        mixed = self.attention.compute_attention(x, keys, values, batch, rows, qkv=qkv)
         if rows is None and isinstance(following, ChainedLayer) and len(x):
             products = LayerProducts(self.attention.o, self.ffn.gate_up, self.ffn.down, following.attention.qkv)
             if (found := run_layer_products(mixed, x, products)) is not None:

@@ -93,7 +93,7 @@ class ChildProcessReader(FileReader):
         self.process = process
         self._paths = list(sizes)
         self._sizes = sizes
-        self._num_untaken = sum(-(-size // chunk_bytes) for size in sizes.values())
+        self._num_remaining = sum(-(-size // chunk_bytes) for size in sizes.values())
         self._partial_line = b""
         self._probe_address = 0  # of PROBE_BYTES in the child; 0 until it has started
         self._read_stats = ReadStats(0, 0.0, 0)
@@ -150,9 +150,9 @@ class ChildProcessReader(FileReader):
         self._start_reading_weights()
         with self._changed:
             self._receive_lines()
-            return bool(self._filled) or self._error is not None or self._num_untaken == 0
+            return bool(self._filled) or self._error is not None or self._num_remaining == 0
 
-    def take(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
+    def next_chunk(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
             assert not self._closed, "taken from a closed reader"
@@ -162,7 +162,7 @@ class ChildProcessReader(FileReader):
             select.select([self._stdout_fd], [], [], remaining)
         with self._changed:
             if self._filled:  # chunks that arrived before an error are valid
-                self._num_untaken -= 1
+                self._num_remaining -= 1
                 return self._filled.popleft()
             if self._error is not None:
                 raise self._error
@@ -172,7 +172,7 @@ class ChildProcessReader(FileReader):
         """Return False, so that the caller does not pin the buffer, which is copied only once."""
         return False
 
-    def give_back(self, chunk: FileChunk) -> None:
+    def release_chunk(self, chunk: FileChunk) -> None:
         self._send_line(str(chunk.buffer.number))
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -218,7 +218,7 @@ class ChildProcessReader(FileReader):
             self._send_line("")
 
     def _send_line(self, line: str) -> None:
-        """Send a line to the child. If the child has ended, this does nothing, and `take` reports the error."""
+        """Send a line to the child. If the child has ended, this does nothing, and `next_chunk` reports the error."""
         with self._changed, contextlib.suppress(BrokenPipeError):
             if self._is_open:
                 assert self.process.stdin is not None
@@ -230,7 +230,7 @@ class ChildProcessReader(FileReader):
         while self._error is None and self._is_open and select.select([self._stdout_fd], [], [], 0)[0]:
             data = os.read(self._stdout_fd, 1 << 16)
             if not data:
-                if len(self._filled) < self._num_untaken:
+                if len(self._filled) < self._num_remaining:
                     self._error = ModelError(
                         "the child process that reads the weights has ended early", hint=KILLED_HINT
                     )

@@ -13,11 +13,11 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.architecture import Architecture
 from emberline.models.attention_parts import read_latent_config
+from emberline.models.decoder_parts import LLAMA_PARTS, DecoderParts, read_rotated_layers
 from emberline.models.endtokens import collect_end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.knownfields import check_known_fields
-from emberline.models.parts import LLAMA_PARTS, DecoderParts, read_rotated_layers
 from emberline.models.quantised_tensors import read_loaded_quantisation
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig, read_ropes

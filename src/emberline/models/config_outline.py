@@ -10,10 +10,10 @@ from typing import Any
 
 from emberline.core.errors import UnsupportedModel
 from emberline.models.config import MAX_LAYERS, ModelConfig
+from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.outline import AttentionKind, ExpertSizes, LayerOutline, ModelOutline
-from emberline.models.parts import LLAMA_PARTS
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.textmodel import TEXT_MODEL_TYPES, select_text_config
 
@@ -118,6 +118,6 @@ def _expert_sizes(experts: ExpertsConfig) -> ExpertSizes:
         has_shared_gate=options.has_shared_gate,
         has_router_bias=options.has_router_bias or options.has_correction,
         has_biases=options.has_biases,
-        num_own=0 if experts.own is None else len(experts.own),
+        num_local=0 if experts.local_experts is None else len(experts.local_experts),
         num_spare=experts.spare,
     )

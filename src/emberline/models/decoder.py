@@ -29,7 +29,7 @@ from emberline.models.ropeconfig import RopeConfig
 from emberline.models.row_exchange import RowExchange
 from emberline.models.sleep import iter_instances
 from emberline.models.stage import Stage
-from emberline.models.vocabulary import VocabularyPart
+from emberline.models.vocabulary import VocabularyShard
 from emberline.models.weights import Weights
 
 
@@ -97,7 +97,7 @@ class ParallelLayer:
         exchange, normed = batch.exchange_of(rows), x
         if len(x):
             normed = ops.layer_norm(x, self.norm, self.eps, torch.empty_like(x))
-            mixed = self.attention.mix(normed, keys, values, batch, rows)
+            mixed = self.attention.compute_attention(normed, keys, values, batch, rows)
             if rows is not None:
                 x, normed = x[rows], normed[rows]
             if len(x):
@@ -123,7 +123,7 @@ class DecoderModel:
     fingerprint: str
     embedding_multiplier: float = 1.0
     final_norm: Tensor | None = None  # weight of a layer norm before the head; None: the head has an RMS norm
-    vocabulary: VocabularyPart | None = None  # the rows of embedding and head that this rank has; None: all
+    vocabulary: VocabularyShard | None = None  # the rows of embedding and head that this rank has; None: all
 
     @staticmethod
     def load(
@@ -131,7 +131,7 @@ class DecoderModel:
     ) -> DecoderModel:
         """Load a model or a pipeline stage. The embedding has rows only in the first stage, the head in the last."""
         tables = _make_position_tables(config, context, weights.device)
-        stage = stage or Stage.of(config)
+        stage = stage or Stage.from_config(config)
         layers = tuple(
             DecoderLayer.load(config, weights, layer, tables[config.layer_rope(layer)]) for layer in stage.layers
         )
@@ -153,7 +153,7 @@ class DecoderModel:
             fingerprint=fingerprint,
             embedding_multiplier=_round_multiplier(config, dtype),
             final_norm=None if is_rms else norm,
-            vocabulary=VocabularyPart.of(weights, config.vocab),
+            vocabulary=VocabularyShard.from_weights(weights, config.vocab),
         )
 
     @property
@@ -197,7 +197,7 @@ class DecoderModel:
 
     def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return `batch.logit_rows` of the last layer's output; x is overwritten."""
-        stack = None if batch.places else self.stack  # the layers of a stack share one block table
+        stack = None if batch.layer_positions else self.stack  # the layers of a stack share one block table
         return self._run_layers(x, batch) if stack is None else self._run_stack(stack, x, batch)
 
     def compute_logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -269,7 +269,9 @@ def _as_joined_layer(layer: DecoderLayer | ParallelLayer) -> FusedLayer | Chaine
     """Return the layer as one that also computes a part of the next layer; None: it has no such form."""
     if not isinstance(layer, DecoderLayer):
         return None
-    return FusedLayer.of(layer.attention, layer.ffn) or ChainedLayer.of(layer.attention, layer.ffn)
+    return FusedLayer.make_if_supported(layer.attention, layer.ffn) or ChainedLayer.make_if_supported(
+        layer.attention, layer.ffn
+    )
 
 
 def load_vocabulary_matrices(

@@ -17,7 +17,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.forward import ForwardBatch
 from emberline.models.layers import OutputScaling, add_output, load_linear
 from emberline.models.outline import StateSizes
-from emberline.models.weights import StackPart, Weights
+from emberline.models.weights import StackSource, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DeltaNet:
         is_grouped = config.parts.attention.has_grouped_delta_tensors
         (matrix,) = (_load_grouped if is_grouped else _load_separate)(weights, at, sizes, hidden)
         taps, channels = sizes.conv_kernel, sizes.conv_channels
-        kernel = StackPart(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
+        kernel = StackSource(f"{at}.conv1d.weight", (channels, 1, taps), lambda whole: whole.T[:, None])
         return DeltaNet(
             qkv=ops.LinearLayer(
                 matrix,
@@ -91,7 +91,7 @@ def _load_separate(weights: Weights, at: str, sizes: StateSizes, hidden: int) ->
     values, heads = sizes.value_heads * sizes.value_dim, sizes.value_heads
     names = {"in_proj_qkv": sizes.conv_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
     parts = [(f"{at}.{name}.weight", rows) for name, rows in names.items()]
-    return weights.arranged_linears(parts, hidden, lambda matrix: matrix, [sum(names.values())])
+    return weights.load_rearranged_linears(parts, hidden, lambda matrix: matrix, [sum(names.values())])
 
 
 def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> list[ops.PackedWeight]:
@@ -111,4 +111,4 @@ def _load_grouped(weights: Weights, at: str, sizes: StateSizes, hidden: int) -> 
         parts = [*wide.split(large, dim=1), *narrow.split(per_key, dim=1)]
         return torch.cat([part.reshape(-1, hidden) for part in parts])
 
-    return weights.arranged_linears(names, hidden, reorder, [sum(rows for _, rows in names)])
+    return weights.load_rearranged_linears(names, hidden, reorder, [sum(rows for _, rows in names)])

@@ -36,11 +36,11 @@ class QuantisedMatrices:
     def __len__(self) -> int:
         return self._info.shape[0]
 
-    def whole(self) -> Tensor:
+    def decode_all(self) -> Tensor:
         """Return all values."""
         return self._decode(self._matrix)
 
-    def part(self, index: int) -> Tensor:
+    def decode_matrix(self, index: int) -> Tensor:
         """Return the matrix of an expert."""
         return self._decode(select_expert(self._matrix, index))
 

@@ -32,9 +32,9 @@ from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoa
 from emberline.models.gathered_loads import GatheredLoads
 from emberline.models.kv_scales import read_kv_factors
 from emberline.models.load_times import LoadTimes
-from emberline.models.narrow_plan import NarrowPlanner
-from emberline.models.narrow_weights import PendingExperts, PendingLinear, PendingParts, quantise_rows
+from emberline.models.pending_weights import PendingExperts, PendingLinear, PendingQuantisedTensor, quantise_rows
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks
+from emberline.models.quantised_plan import QuantisedPlanner
 from emberline.models.quantised_tensors import QuantisedTensorInfo
 from emberline.models.reader import FileReader
 from emberline.models.shard import Shard
@@ -48,9 +48,9 @@ from emberline.models.tensor_load import (
     split_stack,
 )
 from emberline.models.textmodel import select_text_model
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 from emberline.models.weight_uploader import WeightUploader
-from emberline.models.weights import StackPart, Weights, count_unfilled_bytes
+from emberline.models.weights import StackSource, Weights, count_unfilled_bytes
 from emberline.unweight.tensor import is_coded
 
 
@@ -85,8 +85,8 @@ class DeviceWeights(Weights):
         self.reads_ranges = not self.shard.is_whole  # whether only the bytes of tensors that are loaded are read
         self.device = torch.device(device)
         self.packed = packed
-        self.narrow_sizes: list[NarrowSize] = []
-        self._narrow = NarrowPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
+        self.quantised_sizes: list[QuantisedSize] = []
+        self._planner = QuantisedPlanner(self.checkpoint, self.device, online=online, keeps_quantised=keeps_quantised)
         self._checks = ValueChecks()
         stored = select_text_model(checkpoint).tensors if kv_scales else {}
         self._factors = read_kv_factors(stored, self._unused, self._view_raw_bytes)
@@ -126,17 +126,17 @@ class DeviceWeights(Weights):
         return whole
 
     @property
-    def fills_late(self) -> bool:
+    def allocates_in_finish(self) -> bool:
         """Whether some weights get their memory only in `finish`, when they are loaded."""
-        return self.packed or bool(self.narrow_sizes)
+        return self.packed or bool(self.quantised_sizes)
 
     def linear(
         self, parts: Sequence[tuple[str, int]], columns: int, *,
         gated: bool = False, full_precision: bool = False, packable: bool = True,
     ) -> ops.PackedWeight:  # fmt: skip
         dtype, rows = self.stack_dtype(parts, columns), [count for _, count in parts]
-        if not full_precision and (shape := self._narrow.describe_linear(parts, columns, dtype)) is not None:
-            return self._queue_narrow(parts, shape, gated=gated)
+        if not full_precision and (shape := self._planner.describe_linear(parts, columns, dtype)) is not None:
+            return self._queue_quantised_linear(parts, shape, gated=gated)
         if not self.packed or not packable or dtype is not torch.bfloat16:
             return super().linear(parts, columns, gated=gated)
         weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
@@ -147,7 +147,7 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=gated)
         return weight
 
-    def arranged_linears(
+    def load_rearranged_linears(
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
@@ -156,7 +156,7 @@ class DeviceWeights(Weights):
     ) -> list[ops.PackedWeight]:
         dtype = self.stack_dtype(parts, columns)
         if not self.packed or dtype is not torch.bfloat16:
-            return super().arranged_linears(parts, columns, arrange, rows)
+            return super().load_rearranged_linears(parts, columns, arrange, rows)
         weights = [ops.empty_weight(count, columns, dtype, self.device) for count in rows]
 
         def settle(whole: Tensor) -> None:
@@ -166,45 +166,45 @@ class DeviceWeights(Weights):
         self._queue_stack(parts, columns, settle, gated=False)
         return weights
 
-    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
+    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackSource]]]) -> bool:
         dtypes = (self._final_dtype([part.name for part in parts]) for _, parts in stacks)
-        found = [self._narrow.describe_experts(*stack, dtype) for stack, dtype in zip(stacks, dtypes, strict=True)]
-        return len({None if narrow is None else narrow.kind for narrow in found}) == 1
+        found = [self._planner.describe_experts(*stack, dtype) for stack, dtype in zip(stacks, dtypes, strict=True)]
+        return len({None if quantised is None else quantised.kind for quantised in found}) == 1
 
     def load_experts(
         self,
         shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
+        sources: Sequence[StackSource],
         *,
         gated: bool = False,
         packable: bool = False,
         full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
-        for name, part_shape, _ in parts:
+        for name, part_shape, _ in sources:
             self._check_tensor(name, part_shape)
-        dtype = self._final_dtype([part.name for part in parts])
-        narrow = None if full_precision else self._narrow.describe_experts(shape, parts, dtype)
-        if narrow is not None:
-            return self._queue_narrow_experts(parts, narrow, gated=gated)
+        dtype = self._final_dtype([source.name for source in sources])
+        quantised = None if full_precision else self._planner.describe_experts(shape, sources, dtype)
+        if quantised is not None:
+            return self._queue_quantised_experts(sources, quantised, gated=gated)
         if not self.packed or not packable or dtype is not torch.bfloat16:
-            return self.stack_experts(shape, parts)
+            return self.stack_experts(shape, sources)
         experts = ops.empty_experts(*shape, gated=gated)
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_experts(experts, whole))
 
-        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: parts[i].select(whole), settle)
-        for index, (name, part_shape, _) in enumerate(parts):
+        pending = PendingMatrix(shape, dtype, self.device, lambda whole, i: sources[i].select(whole), settle)
+        for index, (name, part_shape, _) in enumerate(sources):
             self._queue_load(name, part_shape, pending.add_part(index))
         return experts
 
     def stack_experts(
-        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], sources: Sequence[StackSource], dtype: torch.dtype | None = None
     ) -> Tensor:
-        used = dtype or self._final_dtype([part.name for part in parts])
+        used = dtype or self._final_dtype([source.name for source in sources])
         whole = torch.empty(shape, dtype=used, device=self.device)
-        self.loaded_bytes += count_unfilled_bytes(whole, parts)
-        for name, part_shape, select in parts:
+        self.loaded_bytes += count_unfilled_bytes(whole, sources)
+        for name, part_shape, select in sources:
             self._queue_load(name, part_shape, select(whole))
         return whole
 
@@ -221,7 +221,7 @@ class DeviceWeights(Weights):
         """Read the files and return when every tensor has its values."""
         try:
             super().finish(ignorable_pattern)
-            self._narrow.log_mixed_parts()
+            self._planner.log_mixed_parts()
             self._fill_gguf_tensors()
             self._gathered.fill(self._pool)
             self._files.clear()
@@ -267,7 +267,7 @@ class DeviceWeights(Weights):
     def _queue_quantised(
         self, name: str, info: QuantisedTensorInfo, on_complete: Callable[[QuantisedMatrix], None]
     ) -> None:
-        pending = PendingParts(name, info, self.device, self._checks, on_complete)
+        pending = PendingQuantisedTensor(name, info, self.device, self._checks, on_complete)
         for index, part in enumerate(pending.parts):
             self._add_load(name, info.parts[part], MatrixPart(pending, index, is_stored_form=True))
 
@@ -283,12 +283,12 @@ class DeviceWeights(Weights):
         if isinstance(target, MatrixPart):
             target.matrix.mark_part_complete()
 
-    def _queue_narrow(
+    def _queue_quantised_linear(
         self, parts: Sequence[tuple[str, int]], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedWeight:
         weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
         size = ops.count_quantised_bytes(self.device, shape)
-        self.narrow_sizes.append(NarrowSize.of(shape, 1, size))
+        self.quantised_sizes.append(QuantisedSize.from_matrix(shape, 1, size))
 
         def settle(whole: Tensor) -> None:
             self._add_loaded_bytes(ops.fill_quantised_weight(weight, quantise_rows(whole, shape)))
@@ -301,14 +301,14 @@ class DeviceWeights(Weights):
             self._queue_part(name, partial(pending.set_part, index))
         return weight
 
-    def _queue_narrow_experts(
-        self, parts: Sequence[StackPart], shape: QuantisedMatrix, *, gated: bool
+    def _queue_quantised_experts(
+        self, sources: Sequence[StackSource], shape: QuantisedMatrix, *, gated: bool
     ) -> ops.PackedExperts:
-        pending = PendingExperts(shape, self.device, len(parts), self._add_loaded_bytes, gated=gated)
+        pending = PendingExperts(shape, self.device, len(sources), self._add_loaded_bytes, gated=gated)
         num_bytes = ops.count_quantised_bytes(self.device, shape)
-        self.narrow_sizes.append(NarrowSize.of(shape, len(shape.codes), num_bytes))
-        if isinstance(self.checkpoint.tensor_info(parts[0].name), QuantisedTensorInfo):
-            for name, _, select in parts:
+        self.quantised_sizes.append(QuantisedSize.from_matrix(shape, len(shape.codes), num_bytes))
+        if isinstance(self.checkpoint.tensor_info(sources[0].name), QuantisedTensorInfo):
+            for name, _, select in sources:
                 self._queue_part(name, partial(pending.set_part, select))
             return pending.experts
 
@@ -316,8 +316,8 @@ class DeviceWeights(Weights):
             self._add_loaded_bytes(ops.fill_quantised_experts(pending.experts, quantise_rows(whole, shape)))
 
         size = (*shape.codes.shape[:2], shape.k)
-        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda w, i: parts[i].select(w), settle, zeroed=True)
-        for index, (name, part_shape, _) in enumerate(parts):
+        whole = PendingMatrix(size, torch.bfloat16, self.device, lambda w, i: sources[i].select(w), settle, zeroed=True)
+        for index, (name, part_shape, _) in enumerate(sources):
             self._queue_load(name, part_shape, whole.add_part(index))
         return pending.experts
 
@@ -347,10 +347,10 @@ class DeviceWeights(Weights):
         return FileReader.start(sorted(ranges), read_ahead_bytes=0, ranges=ranges if self.reads_ranges else None)
 
     def _add_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart, offset: float = 0.0) -> None:
-        if info.cut is None:
+        if info.stored_slice is None:
             self._loads.append(self._make_load(name, info, destination, offset))
         else:
-            part = replace(info, cut=None, packing=None, nbytes=info.cut.num_bytes)
+            part = replace(info, stored_slice=None, packing=None, nbytes=info.stored_slice.num_bytes)
             self._gathered.add(self._make_load(name, part, destination, offset), partial(self._read_bytes, name, info))
 
     def _make_load(
@@ -374,7 +374,7 @@ class DeviceWeights(Weights):
                 began = time.perf_counter()
                 uploader.wait_for_chunk()
                 waiting = time.perf_counter()
-                chunk = reader.take()
+                chunk = reader.next_chunk()
                 taken = time.perf_counter()
                 if chunk is None:
                     uploader.flush()

@@ -13,8 +13,8 @@ from torch import Tensor
 from emberline.kernels import expert_ops
 from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import Mixture, SelectedExperts
-from emberline.models.expert_load import ExpertLoad
 from emberline.models.expert_placement import Placement, list_slots, place_in_order
+from emberline.models.expert_row_counts import ExpertRowCounts
 from emberline.models.row_exchange import RowExchange
 from emberline.models.shard import Shard
 
@@ -27,17 +27,20 @@ class ExpertDispatch:
 
         `device`: the device on which the rows are."""
         self._experts, per_group = experts, experts // groups + redundant
-        self.load, self.slots = ExpertLoad(experts, groups), ExpertSlots(experts, groups, per_group, device)
+        self.expert_row_counts, self.slots = (
+            ExpertRowCounts(experts, groups),
+            ExpertSlots(experts, groups, per_group, device),
+        )
         self.set_placement(place_in_order(experts, groups, per_group))
 
     def set_placement(self, placement: Placement) -> None:
         """Send rows to experts as in `placement` from now on. All ranks must call this before the same step."""
         self.placement = placement
         self.slots.assign(list_slots(placement, self._experts))
-        self.load.forget_groups()
+        self.expert_row_counts.forget_groups()
 
     @staticmethod
-    def of(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
+    def for_shard(shard: Shard, experts: int, device: torch.device) -> ExpertDispatch | None:
         """Return the dispatch of a rank, or None if `shard` does not send rows between ranks."""
         if not shard.dispatches_rows:
             return None
@@ -50,29 +53,29 @@ class ExpertDispatch:
         numbers = exchange.gather(selected.numbers).long()
         slots = self.slots.choose(numbers)  # [rows of all ranks, experts per row]
         groups, ranks_per_group = slots // self.slots.per_group, comm.size // self.slots.groups
-        self.load.record(numbers.cpu().numpy(), groups.cpu().numpy())
+        self.expert_row_counts.record(numbers.cpu().numpy(), groups.cpu().numpy())
         group_of = [rank // ranks_per_group for rank in range(comm.size)]
         first = sum(exchange.counts[: comm.rank])
-        own_groups, own_group = groups[first : first + exchange.own], group_of[comm.rank]
+        own_groups, local_group = groups[first : first + exchange.num_local_rows], group_of[comm.rank]
 
         # Rows of this rank that go to each rank, and rows of each rank that come here.
         sent = [(own_groups == group).any(1).nonzero()[:, 0] for group in group_of]
-        is_received = (groups == own_group).any(1)
+        is_received = (groups == local_group).any(1)
         received_counts = [int(part.sum()) for part in is_received.split(exchange.counts)]
         received = comm.all_to_all(selected.normed[torch.cat(sent)], list(map(len, sent)), received_counts)
 
         # Pairs of a row and a choice that this rank computes, in the order of the rows.
-        row, choice = (groups == own_group).nonzero(as_tuple=True)
+        row, choice = (groups == local_group).nonzero(as_tuple=True)
         inputs = received[(is_received.cumsum(0) - 1)[row]]
         if rules.scales_inputs:
             inputs *= exchange.gather(selected.weights)[row, choice, None]
         outputs = inputs
         if len(row):
-            local = slots[row, choice] - own_group * self.slots.per_group
+            local = slots[row, choice] - local_group * self.slots.per_group
             outputs = expert_ops.run_experts(inputs, local.int(), mixture)
 
         # The outputs go back to the ranks of their rows.
-        computed_counts = [int((part == own_group).sum()) for part in groups.split(exchange.counts)]
+        computed_counts = [int((part == local_group).sum()) for part in groups.split(exchange.counts)]
         pairs = [(own_groups == group).flatten().nonzero()[:, 0] for group in group_of]
         parts = comm.all_to_all(outputs, computed_counts, list(map(len, pairs)))
         return _add(x, selected, mixture, _sum_parts(parts, pairs, x, rules.experts_per_row))

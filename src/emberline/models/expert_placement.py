@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-EMPTY = -1  # a slot without an expert
+EMPTY_SLOT = -1  # a slot without an expert
 MOVE_TOLERANCE = 0.1  # share by which the largest load may be above the lowest found, for fewer moves
 
-Placement = tuple[tuple[int, ...], ...]  # by group: the expert in each of its slots, or EMPTY
+Placement = tuple[tuple[int, ...], ...]  # by group: the expert in each of its slots, or EMPTY_SLOT
 
 
 def place_in_order(experts: int, groups: int, slots: int) -> Placement:
     """Return the placement for unknown loads: each group has consecutive experts, then empty slots."""
     each = experts // groups
-    empty = (EMPTY,) * (slots - each)
+    empty = (EMPTY_SLOT,) * (slots - each)
     return tuple((*range(group * each, (group + 1) * each), *empty) for group in range(groups))
 
 
@@ -26,7 +26,7 @@ def list_slots(placement: Placement, experts: int) -> list[list[int]]:
     """Return the slots of each expert. Slots are numbered through all groups, in the order of the groups."""
     slots: list[list[int]] = [[] for _ in range(experts)]
     for slot, expert in enumerate(expert for group in placement for expert in group):
-        if expert != EMPTY:
+        if expert != EMPTY_SLOT:
             slots[expert].append(slot)
     return slots
 
@@ -36,9 +36,9 @@ def group_loads(loads: Sequence[float], placement: Placement) -> list[float]:
     copies = [0] * len(loads)
     for slots in placement:
         for expert in slots:
-            if expert != EMPTY:
+            if expert != EMPTY_SLOT:
                 copies[expert] += 1
-    return [sum(loads[expert] / copies[expert] for expert in slots if expert != EMPTY) for slots in placement]
+    return [sum(loads[expert] / copies[expert] for expert in slots if expert != EMPTY_SLOT) for slots in placement]
 
 
 def place_experts(loads: Sequence[float], current: Placement) -> Placement:
@@ -50,19 +50,23 @@ def place_experts(loads: Sequence[float], current: Placement) -> Placement:
     groups, slots = len(current), len(current[0])
     in_order = place_in_order(len(loads), groups, slots)
     packed = _pack(loads, _count_copies(loads, groups, slots), groups, slots)
-    candidates = [current, _add_copies(loads, current), *(keep_places(current, each) for each in (packed, in_order))]
+    candidates = [
+        current,
+        _add_copies(loads, current),
+        *(keep_expert_slots(current, each) for each in (packed, in_order)),
+    ]
     largest = [max(group_loads(loads, each)) for each in candidates]
     limit = min(min(largest) * (1 + MOVE_TOLERANCE), largest[0], largest[-1])
     good = [each for each, load in zip(candidates, largest, strict=True) if load <= limit]
-    return min(good, key=lambda each: len(moved_experts(current, each)))
+    return min(good, key=lambda each: len(list_moved_experts(current, each)))
 
 
-def moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
+def list_moved_experts(before: Placement, after: Placement) -> list[tuple[int, int]]:
     """Return (group, expert) for each expert that a group has in `after` but not in `before`."""
     return [
         (group, expert)
         for group, (old, new) in enumerate(zip(before, after, strict=True))
-        for expert in set(new) - set(old) - {EMPTY}
+        for expert in set(new) - set(old) - {EMPTY_SLOT}
     ]
 
 
@@ -74,11 +78,11 @@ def _add_copies(loads: Sequence[float], current: Placement) -> Placement:
     seen: set[int] = set()
     placed: list[list[int]] = []
     for slots in current:
-        placed.append([EMPTY if expert in seen else expert for expert in slots])
+        placed.append([EMPTY_SLOT if expert in seen else expert for expert in slots])
         seen |= set(slots)
     while (copy := _find_copy(loads, placed)) is not None:
         expert, group = copy
-        placed[group][placed[group].index(EMPTY)] = expert
+        placed[group][placed[group].index(EMPTY_SLOT)] = expert
     return tuple(map(tuple, placed))
 
 
@@ -90,8 +94,8 @@ def _find_copy(loads: Sequence[float], placed: list[list[int]]) -> tuple[int, in
     largest load."""
     totals = group_loads(loads, tuple(map(tuple, placed)))
     hot = max(range(len(placed)), key=totals.__getitem__)
-    for expert in sorted(set(placed[hot]) - {EMPTY}, key=lambda e: (-loads[e], e)):
-        free = [g for g, slots in enumerate(placed) if EMPTY in slots and expert not in slots]
+    for expert in sorted(set(placed[hot]) - {EMPTY_SLOT}, key=lambda e: (-loads[e], e)):
+        free = [g for g, slots in enumerate(placed) if EMPTY_SLOT in slots and expert not in slots]
         if free:
             group = min(free, key=totals.__getitem__)
             trial = tuple((*slots, expert) if number == group else tuple(slots) for number, slots in enumerate(placed))
@@ -123,15 +127,17 @@ def _pack(loads: Sequence[float], copies: Sequence[int], groups: int, slots: int
         group = min(free, key=lambda g: (totals[g], g))
         placed[group].append(expert)
         totals[group] += load
-    return tuple((*each, *[EMPTY] * (slots - len(each))) for each in placed)
+    return tuple((*each, *[EMPTY_SLOT] * (slots - len(each))) for each in placed)
 
 
-def keep_places(current: Placement, target: Placement) -> Placement:
+def keep_expert_slots(current: Placement, target: Placement) -> Placement:
     """Return `target` with its groups and slots in another order, so that many experts stay where they are.
 
     Groups are interchangeable: each group of `target` gets the number of a current group with many of its experts."""
     common = [
-        (-len(set(old) & set(new) - {EMPTY}), i, j) for i, old in enumerate(current) for j, new in enumerate(target)
+        (-len(set(old) & set(new) - {EMPTY_SLOT}), i, j)
+        for i, old in enumerate(current)
+        for j, new in enumerate(target)
     ]
     chosen: dict[int, int] = {}
     for _, old, new in sorted(common):
@@ -141,7 +147,7 @@ def keep_places(current: Placement, target: Placement) -> Placement:
 
 
 def _keep_slots(current: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
-    wanted = set(target) - {EMPTY}
-    kept = [expert if expert in wanted else EMPTY for expert in current]
+    wanted = set(target) - {EMPTY_SLOT}
+    kept = [expert if expert in wanted else EMPTY_SLOT for expert in current]
     new = iter(sorted(wanted - set(kept)))
-    return tuple(next(new, EMPTY) if expert == EMPTY else expert for expert in kept)
+    return tuple(next(new, EMPTY_SLOT) if expert == EMPTY_SLOT else expert for expert in kept)

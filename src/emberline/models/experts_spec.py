@@ -41,7 +41,7 @@ class ExpertTensors:
     correction: str = ""  # added to the scores for the selection of experts only
 
 
-def name_each_expert(
+def per_expert_names(
     module: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), correction: str = ""
 ) -> ExpertTensors:
     """Return the tensor names of checkpoints with a tensor for each matrix of each expert.
@@ -51,7 +51,7 @@ def name_each_expert(
     return ExpertTensors(f"{module}.gate.weight", (gate, up), down, correction=correction)
 
 
-def name_all_experts(module: str = "mlp", correction: str = "") -> ExpertTensors:
+def stacked_expert_names(module: str = "mlp", correction: str = "") -> ExpertTensors:
     """Return the tensor names of checkpoints with two tensors for the matrices of all experts.
 
     transformers 5 and some other tools write such files."""
@@ -104,13 +104,13 @@ def name_shared_expert(module: str, ffn_field: str = "", count_field: str = "", 
 
 
 MIXTRAL = ExpertsSpec(
-    (name_each_expert("block_sparse_moe", ("w1", "w3", "w2")), name_all_experts()),
+    (per_expert_names("block_sparse_moe", ("w1", "w3", "w2")), stacked_expert_names()),
     "intermediate_size",
     renormalised=True,
     layer_rule="step",
 )
 QWEN2_MOE = ExpertsSpec(
-    (name_each_expert(), name_all_experts()),
+    (per_expert_names(), stacked_expert_names()),
     "moe_intermediate_size",
     "norm_topk_prob",
     layer_rule="step",
@@ -119,10 +119,10 @@ QWEN2_MOE = ExpertsSpec(
     ),
 )
 QWEN3_MOE = ExpertsSpec(
-    (name_each_expert(), name_all_experts()), "moe_intermediate_size", "norm_topk_prob", layer_rule="step"
+    (per_expert_names(), stacked_expert_names()), "moe_intermediate_size", "norm_topk_prob", layer_rule="step"
 )
 QWEN3_5_MOE = replace(QWEN2_MOE, renormalised=True, layer_rule="all")
-OLMOE = ExpertsSpec((name_each_expert(), name_all_experts()), "intermediate_size", "norm_topk_prob")
+OLMOE = ExpertsSpec((per_expert_names(), stacked_expert_names()), "intermediate_size", "norm_topk_prob")
 GRANITE_TENSORS = (
     ExpertTensors(
         "block_sparse_moe.router.layer.weight",
@@ -134,7 +134,7 @@ GRANITE_TENSORS = (
         ("block_sparse_moe.experts.gate_up_proj",),
         "block_sparse_moe.experts.down_proj",
     ),
-    replace(name_each_expert("block_sparse_moe"), router="block_sparse_moe.router.layer.weight"),  # from GGUF files
+    replace(per_expert_names("block_sparse_moe"), router="block_sparse_moe.router.layer.weight"),  # from GGUF files
 )
 GRANITE_MOE = ExpertsSpec(GRANITE_TENSORS, "intermediate_size", renormalised=True, count_fields=("num_local_experts",))
 GRANITE_MOE_SHARED = ExpertsSpec(
@@ -148,7 +148,7 @@ GRANITE_MOE_SHARED = ExpertsSpec(
 )
 CORRECTION = "mlp.gate.e_score_correction_bias"
 DEEPSEEK_V3 = ExpertsSpec(  # also of GLM-4.5, Kimi K2 and dots.llm1
-    (name_each_expert(correction=CORRECTION), name_all_experts(correction=CORRECTION)),
+    (per_expert_names(correction=CORRECTION), stacked_expert_names(correction=CORRECTION)),
     "moe_intermediate_size",
     "norm_topk_prob",
     layer_rule="after_dense",
@@ -159,7 +159,7 @@ DEEPSEEK_V3 = ExpertsSpec(  # also of GLM-4.5, Kimi K2 and dots.llm1
     shared=name_shared_expert("mlp.shared_experts", count_field="n_shared_experts"),
 )
 DEEPSEEK_V2 = ExpertsSpec(
-    (name_each_expert(), name_all_experts()),
+    (per_expert_names(), stacked_expert_names()),
     "moe_intermediate_size",
     renormalised=False,
     layer_rule="after_dense",
@@ -177,7 +177,7 @@ LLAMA4 = ExpertsSpec(
             "feed_forward.experts.down_proj",
             order="columns",
         ),
-        replace(name_each_expert("feed_forward"), router="feed_forward.router.weight"),
+        replace(per_expert_names("feed_forward"), router="feed_forward.router.weight"),
     ),
     "intermediate_size",
     renormalised=False,
@@ -198,7 +198,7 @@ GPT_OSS = ExpertsSpec(
             down_bias="mlp.experts.down_proj_bias",
             router_bias="mlp.router.bias",
         ),
-        replace(name_each_expert(), router="mlp.router.weight", router_bias="mlp.router.bias"),  # from GGUF files
+        replace(per_expert_names(), router="mlp.router.weight", router_bias="mlp.router.bias"),  # from GGUF files
     ),
     "intermediate_size",
     renormalised=True,

@@ -44,19 +44,19 @@ class ExpertsConfig:
     # Not part of `repr`, so that KV blocks that were stored before this field existed stay valid.
     options: ExpertOptions = field(default=NO_OPTIONS, repr=False)
     # Of a rank: the experts that it has; None: all.
-    own: range | None = field(default=None, repr=False)
+    local_experts: range | None = field(default=None, repr=False)
     # Of a rank: how many experts of other ranks it has memory for, beside its own.
     spare: int = field(default=0, repr=False)
 
     @property
-    def num_places(self) -> int:
+    def num_local_slots(self) -> int:
         """The number of experts for which a rank has memory."""
         return len(self.numbers) + self.spare
 
     @property
     def numbers(self) -> range:
         """The numbers of the experts that this rank has."""
-        return range(self.count) if self.own is None else self.own
+        return range(self.count) if self.local_experts is None else self.local_experts
 
     @staticmethod
     def from_hf(fields: ConfigFields, spec: ExpertsSpec, layers: int) -> ExpertsConfig:

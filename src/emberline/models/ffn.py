@@ -12,8 +12,8 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
+from emberline.models.decoder_parts import Activation
 from emberline.models.layers import OutputScaling, add_output, load_linear, load_stacked
-from emberline.models.parts import Activation
 from emberline.models.row_exchange import RowExchange
 from emberline.models.weights import Weights
 

@@ -67,11 +67,12 @@ class ForwardBatch:
     # Whether the last layer computes all rows, not only `logit_rows`: the leader of several ranks captures its output.
     computes_all_rows: bool = False
     # If layers with an attention window have block tables of their own: `window_attention` has the metadata of each
-    # group of such layers. `places` has for each layer its group (0: `attention`) and its index in `keys` and `values`.
+    # group of such layers. `layer_positions` has for each layer its group (0: `attention`) and its index in `keys` and
+    # `values`.
     window_attention: tuple[ops.AttentionMetadata, ...] = ()
-    places: tuple[tuple[int, int], ...] = ()
+    layer_positions: tuple[tuple[int, int], ...] = ()
     # Of a model with recurrent layers: the states of these layers, which are overwritten, and the slot of each request.
-    # A recurrent layer has the group STATE_GROUP in `places`, and its index among the recurrent layers.
+    # A recurrent layer has the group STATE_GROUP in `layer_positions`, and its index among the recurrent layers.
     conv_states: Tensor | None = None  # [layers, slots, kernel - 1, channels] float32
     matrix_states: Tensor | None = None  # [layers, slots, heads, key size, value size] float32
     state_slots: Tensor | None = None  # [B] int32; without states, [0]
@@ -99,11 +100,11 @@ class ForwardBatch:
 
         For a recurrent layer, these are the inputs of the convolution and the matrices of the delta rule."""
         keys, values = self.keys.unbind(), self.values.unbind()
-        if not self.places:
+        if not self.layer_positions:
             yield from zip((self,) * layers, keys, values, strict=True)
             return
         groups = (self, *(replace(self, attention=metadata) for metadata in self.window_attention))
-        for group, index in self.places:
+        for group, index in self.layer_positions:
             if group == STATE_GROUP:
                 assert self.conv_states is not None and self.matrix_states is not None
                 drafts = self.state_drafts and self.state_drafts.of_layer(index)

@@ -24,7 +24,7 @@ class FusedLayer:
     comm: Communicator
 
     @staticmethod
-    def of(attention: object, ffn: object) -> FusedLayer | None:
+    def make_if_supported(attention: object, ffn: object) -> FusedLayer | None:
         """Return the layer with these parts, or None if its all-reduces cannot compute the following norms.
 
         Both parts must begin with a norm and end with an all-reduce without other scaling, and the group of ranks must
@@ -55,7 +55,7 @@ class FusedLayer:
         overwritten.
         `normed`: x after this layer's input norm; None: computed here."""
         attention, ffn, unpacker = self.attention, self.ffn, batch.unpacker
-        mixed = attention.mix(x, keys, values, batch, rows, normed)
+        mixed = attention.compute_attention(x, keys, values, batch, rows, normed)
         x = x if rows is None else x[rows]
         if not len(x):
             return x, None

@@ -45,7 +45,7 @@ class GatedAttention:
             return torch.cat([both[:, 0].flatten(0, 1), rows[2 * q :], both[:, 1].flatten(0, 1)])
 
         sizes, bias = [q + 2 * kv, q], None
-        matrices = weights.arranged_linears(
+        matrices = weights.load_rearranged_linears(
             [(f"{name}.weight", rows) for name, rows in names], config.hidden, reorder, sizes
         )
         if config.qkv_bias:
@@ -74,7 +74,7 @@ class GatedAttention:
 
         Keys and values of all rows of x are written to the cache in both cases.
         """
-        mixed = self.attention.mix(x, keys, values, batch, rows)
+        mixed = self.attention.compute_attention(x, keys, values, batch, rows)
         x = x if rows is None else x[rows]
         if not len(x):
             return x

@@ -76,11 +76,11 @@ class LatentAttention:
 
         The latents of all rows of x are written to the cache in both cases.
         """
-        mixed = self.mix(x, keys, batch, rows)
+        mixed = self.compute_attention(x, keys, batch, rows)
         x = x if rows is None else x[rows]
         return add_output(mixed, self.o, x, self.scaling, batch.unpacker) if len(x) else x
 
-    def mix(self, x: Tensor, keys: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
+    def compute_attention(self, x: Tensor, keys: Tensor, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
         """Write the latents of x to the cache; return attention's output before the output projection.
 
         `rows`: the rows of x whose output is returned; None: all."""

@@ -93,7 +93,7 @@ def add_output(
         y = ops.linear(inner, ops.LinearLayer(layer.weight), unpacker=unpacker)
         if scaling.sums_only and layer.bias is None and exchange is None:
             return scaling.comm.all_reduce_add(x, y)
-        y = scaling.comm.all_reduce(y) if exchange is None else exchange.sum_own(y)
+        y = scaling.comm.all_reduce(y) if exchange is None else exchange.reduce_scatter(y)
         if layer.bias is not None:
             y.add_(layer.bias)
     if scaling.norm is not None:

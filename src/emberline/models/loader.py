@@ -21,8 +21,8 @@ from emberline.kernels.comm.communicator import Communicator
 from emberline.models.attention_parts import LLAMA_ATTENTION
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
+from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.expertsconfig import NO_OPTIONS
-from emberline.models.parts import LLAMA_PARTS
 from emberline.models.rope import compute_inverse_frequencies
 from emberline.models.shard import Shard
 from emberline.models.stage import Stage
@@ -67,8 +67,8 @@ def load_checkpoint(
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
     weights = Weights(checkpoint, DTYPES[dtype], form=form, shard=shard, comm=comm)
-    own_config = config if shard is None else shard.shard_config(config)
-    decoder = load_model(own_config, weights, context, stage)
+    rank_config = config if shard is None else shard.shard_config(config)
+    decoder = load_model(rank_config, weights, context, stage)
     weights.finish(ignorable_tensors(config, stage))
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     kept = used if form == "plain" else f"{used} {form}"  # products of quantised weights round inputs in another way

@@ -14,7 +14,7 @@ from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import ClampedSwiGLU, Expert, Mixture, Routing, SharedExpert
 from emberline.models.config import ModelConfig
 from emberline.models.expert_dispatch import ExpertDispatch
-from emberline.models.expert_placement import EMPTY, Placement
+from emberline.models.expert_placement import EMPTY_SLOT, Placement
 from emberline.models.experts_spec import ExpertsSpec, ExpertTensors, SharedExpertSpec
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.movable_experts import MovableExperts
@@ -67,14 +67,14 @@ class SparseFeedForward:
                     group_best=max(1, spec.group_best),
                     scale=options.scale * residual,
                     scales_inputs=spec.scales_inputs,
-                    own=experts.own,
+                    local_experts=experts.local_experts,
                 ),
                 shared=_load_shared_expert(weights, experts, spec.shared, at, hidden, residual),
                 clamp=clamped,
                 slots=slots,
             ),
             weights.comm,
-            ExpertDispatch.of(weights.shard, experts.count, weights.device),
+            ExpertDispatch.for_shard(weights.shard, experts.count, weights.device),
             None if slots is None else MovableExperts(experts.count, slots),
         )
 
@@ -90,7 +90,7 @@ class SparseFeedForward:
             return self.movable.add_outputs(x, self.mixture, exchange)
         if exchange is not None:
             rows = exchange.gather(x)
-            return x.add_(exchange.sum_own(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
+            return x.add_(exchange.reduce_scatter(ops.run_mixture(rows, self.mixture, add_to=torch.zeros_like(rows))))
         return self.comm.all_reduce_add(x, ops.run_mixture(x, self.mixture, add_to=torch.zeros_like(x)))
 
     def place_experts(self, placement: Placement, group: int, loaded: Mapping[int, Expert]) -> None:
@@ -101,17 +101,17 @@ class SparseFeedForward:
         kept = dict(zip(self.dispatch.placement[group], self.mixture.experts, strict=False))
         available = kept | dict(loaded)
         unused = next(iter(self.mixture.experts))  # in an empty slot, to which no row is sent
-        experts = tuple(unused if number == EMPTY else available[number] for number in placement[group])
+        experts = tuple(unused if number == EMPTY_SLOT else available[number] for number in placement[group])
         self.mixture = replace(self.mixture, experts=experts)
         self.dispatch.set_placement(placement)
 
 
 def _make_slots(experts: ExpertsConfig, weights: Weights) -> ExpertSlots | None:
     """Return the tables of which slots have which experts; None: experts never move between ranks."""
-    if not experts.spare or experts.own is None:
+    if not experts.spare or experts.local_experts is None:
         return None
-    groups, shard = experts.count // len(experts.own), weights.shard
-    return ExpertSlots(experts.count, groups, experts.num_places, weights.device, shard.expert_group)
+    groups, shard = experts.count // len(experts.local_experts), weights.shard
+    return ExpertSlots(experts.count, groups, experts.num_local_slots, weights.device, shard.expert_group)
 
 
 def load_expert(config: ModelConfig, weights: Weights, layer: int) -> Expert:

@@ -17,8 +17,8 @@ from torch import Tensor
 from emberline.kernels import expert_ops
 from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import Mixture
-from emberline.models.expert_load import ExpertLoad
-from emberline.models.expert_placement import EMPTY, Placement, list_slots, place_in_order
+from emberline.models.expert_placement import EMPTY_SLOT, Placement, list_slots, place_in_order
+from emberline.models.expert_row_counts import ExpertRowCounts
 from emberline.models.row_exchange import RowExchange
 
 
@@ -26,7 +26,7 @@ class MovableExperts:
     def __init__(self, experts: int, slots: ExpertSlots) -> None:
         """`experts`: the number of experts. `slots`: the tables of the layer's mixture of experts, on the device."""
         self._experts, self.slots = experts, slots
-        self.load = ExpertLoad(experts, slots.groups)
+        self.expert_row_counts = ExpertRowCounts(experts, slots.groups)
         # Rows that each slot of all ranks has computed since the start.
         self.row_counts = torch.zeros(slots.count, dtype=torch.int64, device=slots.table.device)
         self._known_counts = np.zeros(slots.count, np.int64)
@@ -38,23 +38,23 @@ class MovableExperts:
         All ranks must call this between the same two steps."""
         self.placement = placement
         self.slots.assign(list_slots(placement, self._experts))
-        self.load.forget_groups()
+        self.expert_row_counts.forget_groups()
 
     def add_outputs(self, x: Tensor, mixture: Mixture, exchange: RowExchange) -> Tensor:
         """Add the output of the mixture of experts to x, the rows of this rank, in place and return x."""
-        found = expert_ops.sum_own_experts(exchange.gather(x), mixture)
+        found = expert_ops.sum_local_experts(exchange.gather(x), mixture)
         if exchange.counted is not None:
             per_row = found.slots.shape[1]
             counted = exchange.counted[:, None].expand(-1, per_row)
             self.row_counts.index_add_(0, found.slots.flatten(), counted.flatten())
-        return x.add_(exchange.sum_own(found.sums).to(x.dtype))
+        return x.add_(exchange.reduce_scatter(found.sums).to(x.dtype))
 
     def record_counts(self, counts: NDArray[np.int64]) -> None:
-        """Record in `load` the rows that slots computed since the last call. `counts`: the values of `row_counts`."""
+        """Record the rows that slots computed since the last call. `counts`: the values of `row_counts`."""
         rows, self._known_counts = (counts - self._known_counts).reshape(self.slots.groups, -1), counts
         placed = np.array(self.placement)
-        by_expert = np.bincount(placed[placed != EMPTY], rows[placed != EMPTY], self._experts)
-        self.load.add(by_expert.astype(np.int64), rows.sum(axis=1))
+        by_expert = np.bincount(placed[placed != EMPTY_SLOT], rows[placed != EMPTY_SLOT], self._experts)
+        self.expert_row_counts.add(by_expert.astype(np.int64), rows.sum(axis=1))
 
 
 def read_row_counts(layers: Sequence[MovableExperts]) -> None:

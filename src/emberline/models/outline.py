@@ -72,18 +72,18 @@ class ExpertSizes:
     has_shared_gate: bool = False
     has_router_bias: bool = False
     has_biases: bool = False  # whether the two matrices of an expert have biases
-    num_own: int = 0  # experts that a rank has; 0: all
+    num_local: int = 0  # experts that a rank has; 0: all
     num_spare: int = 0  # further experts for which a rank has memory
 
     @property
-    def own_count(self) -> int:
+    def local_count(self) -> int:
         """The number of experts for which a rank has memory."""
-        return (self.num_own or self.count) + self.num_spare
+        return (self.num_local or self.count) + self.num_spare
 
     @property
     def num_slots(self) -> int:
         """The number of experts for which all ranks together have memory, if experts may move; otherwise 0."""
-        return self.own_count * (self.count // self.num_own) if self.num_own and self.num_spare else 0
+        return self.local_count * (self.count // self.num_local) if self.num_local and self.num_spare else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +167,10 @@ def divide_vocabulary(vocab: int, parts: int) -> int:
 def _divide_experts(experts: ExpertSizes, parts: int, *, whole: bool) -> ExpertSizes:
     shared = divide_evenly(experts.shared_ffn, parts, "columns of the shared experts")
     if whole and experts.count % parts == 0:
-        return replace(experts, num_own=experts.count // parts, shared_ffn=shared)
+        return replace(experts, num_local=experts.count // parts, shared_ffn=shared)
     if experts.ffn % parts == 0:
         return replace(experts, ffn=experts.ffn // parts, shared_ffn=shared)
-    return replace(experts, num_own=divide_evenly(experts.count, parts, "experts"), shared_ffn=shared)
+    return replace(experts, num_local=divide_evenly(experts.count, parts, "experts"), shared_ffn=shared)
 
 
 def divide_kv_heads(kv_heads: int, parts: int) -> int:

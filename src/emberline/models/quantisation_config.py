@@ -16,7 +16,7 @@ from functools import lru_cache
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.core.linear_regex import MAX_PATTERN_CHARS, compile_linear_regex
 from emberline.hub.checkpoint import MODELOPT_FILE
-from emberline.kernels.narrow_size import can_pack, count_packed_bytes
+from emberline.kernels.four_bit_size import can_pack, count_packed_bytes
 from emberline.models.fields import ConfigFields
 
 MAX_GROUP = 1 << 16  # of weights with one scale; larger sizes are rejected as damaged or malicious

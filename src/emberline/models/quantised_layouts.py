@@ -50,7 +50,7 @@ KV_SCALES = (
 )
 
 QuantisedLayout = Literal["blocks", "fp8", "int4 rows", "float4 rows", "awq", "gptq"]
-Part = Literal["codes", "scales", "zeros", "global_scale", "groups", "shape"]
+QuantisedComponent = Literal["codes", "scales", "zeros", "global_scale", "groups", "shape"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class QuantisedTensorInfo(TensorInfo):
 
     format: WeightFormat = field(kw_only=True)
     layout: QuantisedLayout = field(kw_only=True)
-    parts: Mapping[Part, TensorInfo] = field(kw_only=True)
+    parts: Mapping[QuantisedComponent, TensorInfo] = field(kw_only=True)
     zero_offset: int = field(kw_only=True, default=0)  # added to stored zero points
     divides_by_global_scale: bool = field(kw_only=True, default=False)
 
@@ -99,7 +99,7 @@ class TensorJoiner:
                         self.tensors.pop(f"{base.removesuffix('weight')}{scale}", None)
                     break
 
-    def _joiners(self) -> Iterator[tuple[str, Callable[[str, TensorInfo, str], Joined]]]:
+    def _joiners(self) -> Iterator[tuple[str, Callable[[str, TensorInfo, str], JoinedMatrix]]]:
         yield "", self._join_fp8
         match self.config.method:
             case "mxfp4":
@@ -113,7 +113,7 @@ class TensorJoiner:
             case "gptq":
                 yield ".qweight", self._join_gptq
 
-    def _join_blocks(self, name: str, info: TensorInfo, base: str) -> Joined:
+    def _join_blocks(self, name: str, info: TensorInfo, base: str) -> JoinedMatrix:
         """Join blocks [experts, rows, groups, 16] and scales [experts, rows, groups] to [experts, columns, rows]."""
         if info.dtype != "U8" or len(info.shape) != 4 or info.shape[3] != MXFP4_BLOCK_BYTES:
             raise _codes_error(name, info, f"U8 and a shape of four sizes that ends in {MXFP4_BLOCK_BYTES}")
@@ -124,7 +124,7 @@ class TensorJoiner:
         shape = (experts, groups * MXFP4.group_columns, rows)
         return base, _make_info("blocks", MXFP4, shape, {"codes": info, "scales": scales})
 
-    def _join_fp8(self, name: str, info: TensorInfo, base: str) -> Joined:
+    def _join_fp8(self, name: str, info: TensorInfo, base: str) -> JoinedMatrix:
         if info.dtype != "F8_E4M3" or len(info.shape) not in (2, 3) or name.endswith(("_scale", "_scale_inv")):
             return None
         *experts, rows, columns = info.shape
@@ -140,7 +140,7 @@ class TensorJoiner:
             return None
         return name, _make_info("fp8", accepted[found], info.shape, {"codes": info, "scales": scales})
 
-    def _join_packed(self, name: str, info: TensorInfo, base: str) -> Joined:
+    def _join_packed(self, name: str, info: TensorInfo, base: str) -> JoinedMatrix:
         if info.dtype == "U8":
             return self._join_float4(name, info, base, f"{base}_global_scale", divides=True)
         found = self._choose_int4(name, base, info, (info.shape[0], info.shape[-1] * CODES_PER_WORD))
@@ -158,16 +158,16 @@ class TensorJoiner:
         shape = self._pop(f"{base}_shape", info, ("I32", "I64"), [(2,)], is_optional=True)
         if parts is None:
             return None
-        optional: dict[Part, TensorInfo | None] = {"groups": groups_of_columns, "shape": shape}
+        optional: dict[QuantisedComponent, TensorInfo | None] = {"groups": groups_of_columns, "shape": shape}
         parts |= {part: tensor for part, tensor in optional.items() if tensor is not None}
         return base, _make_info("int4 rows", found, (rows, columns), parts)
 
-    def _join_modelopt_float4(self, name: str, info: TensorInfo, base: str) -> Joined:
+    def _join_modelopt_float4(self, name: str, info: TensorInfo, base: str) -> JoinedMatrix:
         if info.dtype != "U8":
             return None
         return self._join_float4(name, info, name, f"{name}_scale_2", divides=False)
 
-    def _join_float4(self, name: str, info: TensorInfo, base: str, global_name: str, *, divides: bool) -> Joined:
+    def _join_float4(self, name: str, info: TensorInfo, base: str, global_name: str, *, divides: bool) -> JoinedMatrix:
         """Join rows of codes of four bits. The dtype of the scales tells nvfp4 from mxfp4."""
         scale = self.tensors.get(f"{base}_scale")
         found = MXFP4 if scale is not None and scale.dtype in EXPONENT_DTYPES else NVFP4
@@ -176,7 +176,7 @@ class TensorJoiner:
             raise _codes_error(name, info, f"U8 and rows of whole groups of {found.group_columns} codes")
         rows, columns = info.shape[0], info.shape[1] * 2
         dtypes = EXPONENT_DTYPES if found is MXFP4 else ("F8_E4M3",)
-        parts: dict[Part, TensorInfo] = {"codes": info}
+        parts: dict[QuantisedComponent, TensorInfo] = {"codes": info}
         scales = self._pop(f"{base}_scale", info, dtypes, [(rows, columns // found.group_columns)])
         if found is NVFP4:
             whole = self._pop(global_name, info, ("F32",), [(), (1,)])
@@ -189,26 +189,26 @@ class TensorJoiner:
         made = _make_info("float4 rows", found, (rows, columns), parts)
         return base, replace(made, divides_by_global_scale=divides)
 
-    def _join_awq(self, name: str, info: TensorInfo, base: str) -> Joined:
+    def _join_awq(self, name: str, info: TensorInfo, base: str) -> JoinedMatrix:
         """Join codes [k, n / 8], zero points [groups, n / 8] and scales [groups, n]."""
         columns, words = _two_sizes(name, info)
         rows = words * CODES_PER_WORD
         found = self._choose_int4(name, base, info, (rows, columns))
         groups = columns // (found.group_columns or columns)
-        wanted: dict[Part, Wanted] = {
+        wanted: dict[QuantisedComponent, ExpectedTensor] = {
             "scales": (f"{base}.scales", SCALE_DTYPES, [(groups, rows)]),
             "zeros": (f"{base}.qzeros", ("I32",), [(groups, words)]),
         }
         parts = self._pop_parts(info, wanted, has_zeros=found.zero_bits > 0)
         return None if parts is None else (f"{base}.weight", _make_info("awq", found, (rows, columns), parts))
 
-    def _join_gptq(self, name: str, info: TensorInfo, base: str) -> Joined:
+    def _join_gptq(self, name: str, info: TensorInfo, base: str) -> JoinedMatrix:
         """Join codes [k / 8, n], zero points [groups, n / 8], scales [groups, n] and the group of each column [k]."""
         words, rows = _two_sizes(name, info)
         columns = words * CODES_PER_WORD
         found = self._choose_int4(name, base, info, (rows, columns))
         groups = columns // (found.group_columns or columns)
-        wanted: dict[Part, Wanted] = {
+        wanted: dict[QuantisedComponent, ExpectedTensor] = {
             "scales": (f"{base}.scales", SCALE_DTYPES, [(groups, rows)]),
             "zeros": (f"{base}.qzeros", ("I32",), [(groups, -(-rows // CODES_PER_WORD))]),
         }
@@ -251,8 +251,8 @@ class TensorJoiner:
         return found
 
     def _pop_parts(
-        self, codes: TensorInfo, wanted: Mapping[Part, Wanted], *, has_zeros: bool
-    ) -> dict[Part, TensorInfo] | None:
+        self, codes: TensorInfo, wanted: Mapping[QuantisedComponent, ExpectedTensor], *, has_zeros: bool
+    ) -> dict[QuantisedComponent, TensorInfo] | None:
         """Remove scales and zero points from the tensors, and return the parts of the matrix; None: some are missing.
 
         Zero points are used only with `has_zeros`."""
@@ -260,7 +260,7 @@ class TensorJoiner:
         zeros = self._pop(wanted["zeros"][0], codes, *wanted["zeros"][1:], is_optional=not has_zeros)
         if scales is None or (has_zeros and zeros is None):
             return None
-        parts: dict[Part, TensorInfo] = {"codes": codes, "scales": scales}
+        parts: dict[QuantisedComponent, TensorInfo] = {"codes": codes, "scales": scales}
         return parts if zeros is None or not has_zeros else parts | {"zeros": zeros}
 
     def _pop(
@@ -284,8 +284,8 @@ class TensorJoiner:
         return part
 
 
-Wanted = tuple[str, tuple[str, ...], list[tuple[int, ...]]]  # name, dtypes and shapes of a part
-Joined = tuple[str, QuantisedTensorInfo] | None  # name and description of a matrix
+ExpectedTensor = tuple[str, tuple[str, ...], list[tuple[int, ...]]]  # name, dtypes and shapes of a part
+JoinedMatrix = tuple[str, QuantisedTensorInfo] | None  # name and description of a matrix
 
 
 def _fp8_scale_shapes(found: WeightFormat, experts: list[int], rows: int, columns: int) -> list[tuple[int, ...]]:
@@ -306,7 +306,7 @@ def _two_sizes(name: str, info: TensorInfo) -> tuple[int, int]:
 
 
 def _make_info(
-    layout: QuantisedLayout, found: WeightFormat, shape: tuple[int, ...], parts: Mapping[Part, TensorInfo]
+    layout: QuantisedLayout, found: WeightFormat, shape: tuple[int, ...], parts: Mapping[QuantisedComponent, TensorInfo]
 ) -> QuantisedTensorInfo:
     codes = parts["codes"]
     return QuantisedTensorInfo(

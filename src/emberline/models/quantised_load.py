@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emberline.core.errors import ModelFileError
 from emberline.kernels.quantised_matrix import MXFP4_COLUMNS, NVFP4_COLUMNS, QuantisedMatrix
-from emberline.models.quantised_layouts import Part, QuantisedTensorInfo
+from emberline.models.quantised_layouts import QuantisedComponent, QuantisedTensorInfo
 
 STORED_DTYPES = {
     "F32": torch.float32,
@@ -57,7 +57,7 @@ class ValueChecks:
 
 
 def make_quantised_matrix(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     """Return the matrix. `tensors`: the parts of the matrix, with the dtypes of STORED_DTYPES.
 
@@ -76,7 +76,9 @@ def describe_matrix(info: QuantisedTensorInfo) -> QuantisedMatrix:
     return make_quantised_matrix("", info, parts, ValueChecks())
 
 
-def _check_scales(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks) -> None:
+def _check_scales(
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
+) -> None:
     """Check that scales are finite. A scale of 0 is valid: all weights of its group are 0."""
     scales, stored = tensors["scales"], info.parts["scales"]
     where = f"the scales of tensor {name!r} in {stored.file}"
@@ -92,7 +94,9 @@ def _check_scales(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, T
         checks.require(is_valid.all(), ModelFileError(message))
 
 
-def _check_shape(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks) -> None:
+def _check_shape(
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
+) -> None:
     if (stored := tensors.get("shape")) is not None and stored.device.type != "meta":
         error = ModelFileError(
             f"tensor {name!r} in {info.file} has the shape {info.shape}, but its weight_shape is another"
@@ -101,13 +105,13 @@ def _check_shape(name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Te
 
 
 def _convert_blocks(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     return QuantisedMatrix("mxfp4", tensors["codes"].flatten(-2), tensors["scales"], 1, MXFP4_COLUMNS)
 
 
 def _convert_fp8(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     """Return the matrix with unchanged scales of blocks, or with a scale for each row."""
     codes, scales, found = tensors["codes"].view(torch.uint8), tensors["scales"], info.format
@@ -120,7 +124,7 @@ def _convert_fp8(
 
 
 def _convert_int4_rows(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     rows, columns = info.shape
     zeros = tensors.get("zeros")
@@ -132,7 +136,7 @@ def _convert_int4_rows(
 
 
 def _convert_float4_rows(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     codes, scales = tensors["codes"], tensors["scales"]
     if (whole := tensors.get("global_scale")) is None:
@@ -143,7 +147,7 @@ def _convert_float4_rows(
 
 
 def _convert_awq(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     places = torch.tensor(AWQ_PLACES, device=tensors["codes"].device)
 
@@ -163,7 +167,7 @@ def _convert_awq(
 
 
 def _convert_gptq(
-    name: str, info: QuantisedTensorInfo, tensors: Mapping[Part, Tensor], checks: ValueChecks
+    name: str, info: QuantisedTensorInfo, tensors: Mapping[QuantisedComponent, Tensor], checks: ValueChecks
 ) -> QuantisedMatrix:
     rows, columns = info.shape
     zeros = tensors.get("zeros")
@@ -206,7 +210,9 @@ def _join_halves(codes: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-CONVERTERS: Mapping[str, Callable[[str, QuantisedTensorInfo, Mapping[Part, Tensor], ValueChecks], QuantisedMatrix]] = {
+CONVERTERS: Mapping[
+    str, Callable[[str, QuantisedTensorInfo, Mapping[QuantisedComponent, Tensor], ValueChecks], QuantisedMatrix]
+] = {
     "blocks": _convert_blocks,
     "fp8": _convert_fp8,
     "int4 rows": _convert_int4_rows,

@@ -16,7 +16,7 @@ from emberline.hub.checkpoint import Checkpoint, format_names
 from emberline.models.quantisation_config import QuantisationConfig, read_quantisation
 from emberline.models.quantised_layouts import QuantisedTensorInfo, TensorJoiner
 from emberline.models.textmodel import select_text_config, select_text_model
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 
 __all__ = ["QuantisedTensorInfo", "list_quantised_sizes", "read_loaded_quantisation", "select_model_tensors"]
 
@@ -32,24 +32,24 @@ def read_loaded_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | 
     return read_quantisation(config) if config.get("quantization_config") else None
 
 
-def list_quantised_sizes(checkpoint: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
+def list_quantised_sizes(checkpoint: Checkpoint, *, has_query_gate: bool = False) -> list[QuantisedSize]:
     """Return the sizes of the matrices that a GPU keeps quantised, from the headers of the files.
 
     `has_query_gate`: whether queries have gates; then the projections of queries, keys and values are dequantised."""
-    return list_narrow_tensors(select_model_tensors(checkpoint), has_query_gate=has_query_gate)
+    return list_selected_quantised_sizes(select_model_tensors(checkpoint), has_query_gate=has_query_gate)
 
 
-def list_narrow_tensors(selected: Checkpoint, *, has_query_gate: bool = False) -> list[NarrowSize]:
+def list_selected_quantised_sizes(selected: Checkpoint, *, has_query_gate: bool = False) -> list[QuantisedSize]:
     """Return the same as `list_quantised_sizes`, for the model's tensors or for a rank's part of them.
 
-    `selected`: a checkpoint that `select_model_tensors` or `cut_checkpoint` returned."""
+    `selected`: a checkpoint that `select_model_tensors` or `shard_checkpoint` returned."""
     sizes = []
     for name, info in selected.tensors.items():
         is_dequantised = DEQUANTISED_TENSORS.search(name) or (has_query_gate and GATED_QUERY_TENSORS.search(name))
         if isinstance(info, QuantisedTensorInfo) and not is_dequantised:
             rows, columns = info.shape[-2:][:: -1 if info.is_transposed else 1]
             form = info.format.name, info.format.group_columns
-            sizes.append(NarrowSize(rows, columns, prod(info.shape[:-2]), info.kept_bytes, *form))
+            sizes.append(QuantisedSize(rows, columns, prod(info.shape[:-2]), info.kept_bytes, *form))
     return sizes
 
 

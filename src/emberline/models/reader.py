@@ -5,7 +5,7 @@ release the GIL. Chunks wait in buffers until they are taken. The first `ring` b
 Until the first chunk is taken, up to `read_ahead_bytes` more are read into extra buffers, which are used once. Before
 all that, ranges of other files (`prefetch`) can be read into the page cache. The states of a buffer are:
 
-    claimed by a thread -> filled -> take() -> give_back() -> claimed ...
+    claimed by a thread -> filled -> next_chunk() -> release_chunk() -> claimed ...
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FileReader:
         self._chunk_bytes = chunk_bytes
         self._max_buffers = ring + read_ahead_bytes // chunk_bytes  # before the first chunk is taken
         self._jobs = deque((file, *chunk) for file in files for chunk in file.list_chunks(chunk_bytes))
-        self._num_untaken = len(self._jobs)
+        self._num_remaining = len(self._jobs)
         self._changed = threading.Condition()
         self._filled: deque[FileChunk] = deque()
         self._free: list[ReadBuffer] = []
@@ -148,11 +148,11 @@ class FileReader:
             return self._changed.wait_for(lambda: self._prefetching_threads == 0 or self._closed, timeout_s)
 
     def is_ready(self) -> bool:
-        """Return whether the next call of `take` will not wait."""
+        """Return whether the next call of `next_chunk` will not wait."""
         with self._changed:
-            return bool(self._filled) or self._error is not None or self._num_untaken == 0
+            return bool(self._filled) or self._error is not None or self._num_remaining == 0
 
-    def take(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
+    def next_chunk(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
         """Return a chunk whose read has ended, or None after the last chunk. Chunks may be out of order.
 
         Raises the error of a reading thread, or ModelFileError if no chunk arrives within the timeout.
@@ -164,9 +164,9 @@ class FileReader:
                 if self._error is not None:
                     raise self._error
                 if self._filled:
-                    self._num_untaken -= 1
+                    self._num_remaining -= 1
                     return self._filled.popleft()
-                if self._num_untaken == 0:
+                if self._num_remaining == 0:
                     return None
                 assert not self._closed, "taken from a closed reader"
                 remaining = deadline - time.monotonic()
@@ -186,7 +186,7 @@ class FileReader:
         with self._changed:
             return chunk.buffer.number < self.ring and bool(self._jobs)
 
-    def give_back(self, chunk: FileChunk) -> None:
+    def release_chunk(self, chunk: FileChunk) -> None:
         """Give the chunk's buffer back to the reader, which may then overwrite it."""
         with self._changed:
             if chunk.buffer.number < self.ring:

@@ -43,7 +43,7 @@ def main() -> None:
     threading.Thread(target=_run_reader, args=(settings, lent), daemon=True).start()
     for line in lines:
         reader, chunk = lent.pop(int(line))
-        reader.give_back(chunk)
+        reader.release_chunk(chunk)
     os._exit(0)
 
 
@@ -63,7 +63,7 @@ def _send_chunks(settings: dict[str, Any], lent_chunks: dict[int, tuple[FileRead
         files, threads=settings["threads"], chunk_bytes=settings["piece"], ring=settings["buffers"], read_ahead_bytes=0
     )
     reader.start_threads()
-    while (chunk := reader.take(NO_TIMEOUT_S)) is not None:
+    while (chunk := reader.next_chunk(NO_TIMEOUT_S)) is not None:
         lent_chunks[chunk.buffer.number] = reader, chunk
         stats = reader.stats
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.buffer.memory))

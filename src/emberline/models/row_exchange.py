@@ -26,17 +26,17 @@ class RowExchange:
         return sum(self.counts)
 
     @property
-    def own(self) -> int:
+    def num_local_rows(self) -> int:
         """The number of rows of this rank."""
         return self.counts[self.comm.rank]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks, in the order of the ranks. `x`: the rows of this rank."""
-        assert len(x) == self.own, f"{len(x)} rows, and not {self.own}"
+        assert len(x) == self.num_local_rows, f"{len(x)} rows, and not {self.num_local_rows}"
         size = self.comm.size
         return self.comm.all_to_all(x.repeat(size, *[1] * (x.dim() - 1)), [len(x)] * size, self.counts)
 
-    def sum_own(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks of this rank's rows. `x`: the rows of all ranks, in the order of the ranks.
 
         As in `all_reduce`, sums are computed in float32, in the order of the ranks, and rounded once. For x in float64
@@ -44,7 +44,7 @@ class RowExchange:
         """
         assert len(x) == self.total, f"{len(x)} rows, and not {self.total}"
         size = self.comm.size
-        first, *others = self.comm.all_to_all(x, self.counts, [self.own] * size).chunk(size)
+        first, *others = self.comm.all_to_all(x, self.counts, [self.num_local_rows] * size).chunk(size)
         total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         for other in others:
             total += other

@@ -3,7 +3,7 @@
 Heads, the inner width of feed-forward networks and the vocabulary are divided among ranks. Experts are divided by
 width, or whole experts among `expert_parts` groups of ranks. Fewer KV heads than ranks are replicated: each rank has
 the one that its query heads need. With data-parallel attention, every rank has all heads, for requests of its own.
-`tensor_cuts.py` says which part of each tensor of a checkpoint a rank loads. Weights are divided before they are
+`tensor_sharding.py` says which part of each tensor of a checkpoint a rank loads. Weights are divided before they are
 compressed, so each rank compresses its own part.
 
 This module does not import torch.
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from emberline.core.errors import InvalidRequest
 from emberline.models.config import ModelConfig
+from emberline.models.decoder_parts import DecoderParts
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.outline import divide_evenly, divide_kv_heads, divide_latent, divide_state, divide_vocabulary
-from emberline.models.parts import DecoderParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Shard:
         return replace(
             experts,
             ffn=len(self.expert_columns(experts.ffn)),
-            own=self.experts(experts.count) if self.expert_parts > 1 else None,
+            local_experts=self.experts(experts.count) if self.expert_parts > 1 else None,
             spare=self.redundant_experts if self.gathers_rows else 0,
             options=replace(experts.options, shared_ffn=shared),
         )

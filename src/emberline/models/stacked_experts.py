@@ -11,8 +11,8 @@ from torch import Tensor
 from emberline.kernels.mixture import StackedExperts
 from emberline.models.experts_spec import ExpertTensors, GateUpOrder
 from emberline.models.expertsconfig import ExpertsConfig
-from emberline.models.weight_parts import can_pack_experts
-from emberline.models.weights import StackPart, Weights
+from emberline.models.weight_matrices import can_pack_experts
+from emberline.models.weights import StackSource, Weights
 
 
 def load_stacked_experts(
@@ -25,12 +25,12 @@ def load_stacked_experts(
     if "{}" in tensors.down:
         rows = 2 * ffn // len(tensors.gate_up)
         gate_up = [
-            StackPart(f"{at}.{name.format(number)}", (rows, hidden), partial(_select_rows, place, index * rows, rows))
+            StackSource(f"{at}.{name.format(number)}", (rows, hidden), partial(_select_rows, place, index * rows, rows))
             for place, number in enumerate(experts.numbers)
             for index, name in enumerate(tensors.gate_up)
         ]
         down = [
-            StackPart(f"{at}.{tensors.down.format(number)}", (hidden, ffn), partial(_select_rows, place, 0, hidden))
+            StackSource(f"{at}.{tensors.down.format(number)}", (hidden, ffn), partial(_select_rows, place, 0, hidden))
             for place, number in enumerate(experts.numbers)
         ]
     else:
@@ -39,11 +39,11 @@ def load_stacked_experts(
         down_shape = (count, hidden, ffn) if in_rows else (count, ffn, hidden)
         views = _GATE_UP_VIEWS[order], _select_all if in_rows else _transpose
         select_gate_up, select_down = (partial(_select_first, count, view) for view in views)
-        gate_up = [StackPart(f"{at}.{tensors.gate_up[0]}", gate_up_shape, select_gate_up)]
-        down = [StackPart(f"{at}.{tensors.down}", down_shape, select_down)]
+        gate_up = [StackSource(f"{at}.{tensors.gate_up[0]}", gate_up_shape, select_gate_up)]
+        down = [StackSource(f"{at}.{tensors.down}", down_shape, select_down)]
     # Kernels for packed experts need all experts of the layer.
-    packable = experts.own is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
-    places = experts.num_places
+    packable = experts.local_experts is None and can_pack_experts(hidden, ffn, has_biases=experts.options.has_biases)
+    places = experts.num_local_slots
     first, second = (places, 2 * ffn, hidden), (places, hidden, ffn)
     load = partial(
         weights.load_experts,
@@ -70,7 +70,7 @@ def _load_bias(
     if not name:
         return None
     select = partial(_select_first, shape[0], _separate_bias if order == "interleaved_columns" else _select_all)
-    return weights.stack_experts((places, shape[1]), [StackPart(f"{at}.{name}", shape, select)], torch.float32)
+    return weights.stack_experts((places, shape[1]), [StackSource(f"{at}.{name}", shape, select)], torch.float32)
 
 
 def _select_rows(expert: int, first: int, count: int, whole: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Stage:
     layers: range
 
     @staticmethod
-    def of(config: ModelConfig, index: int = 0, count: int = 1, stage_layers: Sequence[int] = ()) -> Stage:
+    def from_config(config: ModelConfig, index: int = 0, count: int = 1, stage_layers: Sequence[int] = ()) -> Stage:
         """Return a stage of a whole model.
 
         `stage_layers`: the number of layers of each stage; empty: the stages have about equal numbers of weights.

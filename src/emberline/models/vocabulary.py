@@ -1,4 +1,4 @@
-"""VocabularyPart: the rows of the embedding and of the output head that one of several ranks has."""
+"""VocabularyShard: the rows of the embedding and of the output head that one of several ranks has."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from emberline.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyPart:
+class VocabularyShard:
     comm: Communicator
     tokens: range  # whose rows this rank has
-    part_size: int  # number of tokens of each rank but the last, which may have fewer
+    shard_size: int  # number of tokens of each rank but the last, which may have fewer
     vocab: int  # number of tokens of all ranks
 
     @staticmethod
-    def of(weights: Weights, vocab: int) -> VocabularyPart | None:
+    def from_weights(weights: Weights, vocab: int) -> VocabularyShard | None:
         """Return the part of a rank, or None for a model that is not divided."""
         if weights.comm is None:
             assert weights.shard.is_whole, "a rank needs a communicator"
             return None
-        part_size = divide_vocabulary(vocab, weights.shard.world_size)
-        return VocabularyPart(weights.comm, weights.shard.vocabulary(vocab), part_size, vocab)
+        shard_size = divide_vocabulary(vocab, weights.shard.world_size)
+        return VocabularyShard(weights.comm, weights.shard.vocabulary(vocab), shard_size, vocab)
 
     def embed(self, tokens: Tensor, table: Tensor | ops.PackedWeight, exchange: RowExchange | None = None) -> Tensor:
         """Return the embeddings of the tokens. `table`: the rows of the embedding that this rank has.
@@ -40,7 +40,7 @@ class VocabularyPart:
         others = (tokens < self.tokens.start) | (tokens >= self.tokens.stop)
         own = (tokens - self.tokens.start).masked_fill_(others, 0)
         rows = ops.embed(own, table).masked_fill_(others[:, None], 0)
-        return self.comm.all_reduce(rows) if exchange is None else exchange.sum_own(rows)
+        return self.comm.all_reduce(rows) if exchange is None else exchange.reduce_scatter(rows)
 
     def compute_logits(self, x: Tensor, head: ops.LinearLayer, out: Tensor | None) -> Tensor:
         """Return the logits of x over the whole vocabulary. `head`: the rows that this rank has.
@@ -59,6 +59,6 @@ class VocabularyPart:
 
     def _gather_logits(self, x: Tensor, head: ops.LinearLayer) -> Tensor:
         own = ops.linear(x, head, float32_output=True)
-        if self.part_size > len(self.tokens):
-            own = F.pad(own, (0, self.part_size - len(self.tokens)))
+        if self.shard_size > len(self.tokens):
+            own = F.pad(own, (0, self.shard_size - len(self.tokens)))
         return self.comm.all_gather(own)[:, : self.vocab]

@@ -14,7 +14,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 
 WeightForm = Literal["plain", "gguf", "q4", "q8"]
 CPU_WEIGHTS: tuple[WeightForm, ...] = ("q4", "q8")  # formats that only a CPU's kernels read
@@ -75,7 +75,7 @@ def kept_weight_bytes(checkpoint: Checkpoint, config: ModelConfig, form: WeightF
     if form == "gguf":
         return sum(info.nbytes for info in checkpoint.tensors.values())
     size, (matrices, ends) = 0, BLOCK_TYPES[form]
-    for part in list_weight_parts(outline_of(config)):
+    for part in list_weight_matrices(outline_of(config)):
         if part.kind in ("norms", "router"):
             size += part.num_weights * (F32_BYTES if part.kind == "norms" else BF16_BYTES)
         else:

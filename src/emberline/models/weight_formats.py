@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from emberline.core.errors import UnsupportedModel
 from emberline.models.outline import ModelOutline
 from emberline.models.quantisation_config import FP8_ROWS, WeightFormat, make_int4_format, read_quantisation
-from emberline.models.weight_parts import WeightKind, WeightPart, list_weight_parts
+from emberline.models.weight_matrices import WeightKind, WeightMatrices, list_weight_matrices
 
 if TYPE_CHECKING:  # needs torch
     from emberline.kernels.quantised_matrix import QuantisedMatrix
@@ -30,7 +30,7 @@ ONLINE_INT4_GROUPS = (128, 64, 32)  # the first that divides the columns is used
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowSize:
+class QuantisedSize:
     """The size of quantised matrices in memory that all have the same shape and format."""
 
     rows: int
@@ -41,10 +41,10 @@ class NarrowSize:
     group_columns: int = 0  # columns that share a scale; 0: the whole row
 
     @staticmethod
-    def of(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> NarrowSize:
+    def from_matrix(matrix: QuantisedMatrix, num_matrices: int, num_bytes: int) -> QuantisedSize:
         """Return the size of `num_matrices` matrices like `matrix`, which take `num_bytes` together."""
         columns = 0 if matrix.group_columns >= matrix.k else matrix.group_columns
-        return NarrowSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)
+        return QuantisedSize(matrix.n, matrix.k, num_matrices, num_bytes, matrix.kind, columns)
 
 
 def read_weight_formats(config: Mapping[str, Any], outline: ModelOutline) -> dict[WeightKind, WeightFormat]:
@@ -76,23 +76,25 @@ def choose_online_format(name: str, columns: int) -> WeightFormat | None:
     return None if group is None else make_int4_format(group)
 
 
-def list_online_sizes(outline: ModelOutline, name: str) -> list[NarrowSize]:
+def list_online_sizes(outline: ModelOutline, name: str) -> list[QuantisedSize]:
     """Return the sizes, after quantisation, of the matrices that `--weights` quantises at load."""
     sizes = []
-    for part in list_weight_parts(outline):
-        found = choose_online_format(name, part.columns) if is_quantisable(part) else None
+    for matrices in list_weight_matrices(outline):
+        found = choose_online_format(name, matrices.columns) if is_quantisable(matrices) else None
         if found is not None:
-            num_bytes = part.num_matrices * found.kept_bytes(part.rows, part.columns)
+            num_bytes = matrices.num_matrices * found.kept_bytes(matrices.rows, matrices.columns)
             group = found.group_columns
-            sizes.append(NarrowSize(part.rows, part.columns, part.num_matrices, num_bytes, found.name, group))
+            sizes.append(
+                QuantisedSize(matrices.rows, matrices.columns, matrices.num_matrices, num_bytes, found.name, group)
+            )
     return sizes
 
 
-def is_quantisable(part: WeightPart) -> bool:
+def is_quantisable(matrices: WeightMatrices) -> bool:
     """Return whether matrices of this kind are kept quantised, if a checkpoint or `--weights` quantises them."""
-    if part.kind not in QUANTISABLE_KINDS or part.is_never_quantised:
+    if matrices.kind not in QUANTISABLE_KINDS or matrices.is_never_quantised:
         return False
-    return part.kind == "routed experts" or not part.is_always_plain
+    return matrices.kind == "routed experts" or not matrices.is_never_packed
 
 
 def _module_names(kind: WeightKind, outline: ModelOutline) -> Iterator[str]:

@@ -111,14 +111,14 @@ class WeightUploader:
             self._moves.popleft().result()
         while self._in_flight:
             self._wait_for_event(self._in_flight[0][0])
-            self._reader.give_back(self._in_flight.popleft()[1])
+            self._reader.release_chunk(self._in_flight.popleft()[1])
 
     def _collect_finished(self) -> None:
         """Give back the buffers whose copies have completed."""
         while self._moves and self._moves[0].done():
             self._moves.popleft().result()
         while self._in_flight and self._is_complete(self._in_flight[0][0]):
-            self._reader.give_back(self._in_flight.popleft()[1])
+            self._reader.release_chunk(self._in_flight.popleft()[1])
 
     def _copy_via_pinned_buffer(self, chunk: FileChunk, loads: Sequence[TensorLoad]) -> None:
         """Copy a chunk to a pinned buffer and from there to the device. Runs in a mover thread."""
@@ -126,7 +126,7 @@ class WeightUploader:
         try:
             memory = self._acquire_memory(slot, chunk.buffer.size)
             chunk.buffer.copy_to(memory.data_ptr(), chunk.length)
-            self._reader.give_back(chunk)
+            self._reader.release_chunk(chunk)
             coded = [load for load in loads if isinstance(load, CodedTensorLoad)]
             plain = [load for load in loads if not isinstance(load, CodedTensorLoad)]
             if plain:

@@ -25,15 +25,15 @@ from emberline.hub.gguf_tensors import GGUFTensorInfo
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.kernels.comm.communicator import Communicator
-from emberline.models.cut_bytes import select_bytes
 from emberline.models.dequantise import QuantisedMatrices
 from emberline.models.gguf_matrices import BlockPacker, dequantise_tensor
 from emberline.models.mapped_files import MappedFiles
 from emberline.models.quantised_tensors import QuantisedTensorInfo, select_model_tensors
 from emberline.models.shard import Shard
-from emberline.models.tensor_cuts import cut_checkpoint
+from emberline.models.slice_bytes import select_bytes
+from emberline.models.tensor_sharding import shard_checkpoint
 from emberline.models.weight_form import WeightForm
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.ordered_map import map_in_order
 from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
@@ -43,7 +43,7 @@ MAX_DECODED_SPANS = 64  # of a rank's part of a coded tensor; if it has more, th
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class StackPart(NamedTuple):
+class StackSource(NamedTuple):
     """A tensor of a checkpoint that fills a part of a stacked tensor."""
 
     name: str
@@ -51,9 +51,9 @@ class StackPart(NamedTuple):
     select: Callable[[Tensor], Tensor]  # returns a view of the part, with its elements in the tensor's order
 
 
-def count_unfilled_bytes(whole: Tensor, parts: Sequence[StackPart]) -> int:
+def count_unfilled_bytes(whole: Tensor, sources: Sequence[StackSource]) -> int:
     """Return the bytes of a stacked tensor that no part fills: room for experts that are copied there later."""
-    return whole.nbytes - sum(part.select(whole).nbytes for part in parts)
+    return whole.nbytes - sum(source.select(whole).nbytes for source in sources)
 
 
 class Weights:
@@ -62,7 +62,7 @@ class Weights:
     comm: Communicator | None = None  # of the ranks that have the other parts; None: this is the whole model
     stacks_experts = False  # whether the experts of a layer are loaded into few tensors, as GPU kernels read them
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
-    narrow_sizes: Sequence[NarrowSize] = ()  # of the matrices that are kept quantised
+    quantised_sizes: Sequence[QuantisedSize] = ()  # of the matrices that are kept quantised
     _blocks: BlockPacker | None = None  # packs matrices in a form for CPUs; None: plain
 
     @property
@@ -90,7 +90,7 @@ class Weights:
         required to run the model. `form`: how `linear`, `experts_linear` and `load_embedding_table` keep matrices.
         """
         self.shard, self.comm = shard or Shard(), comm
-        self.checkpoint = cut_checkpoint(select_model_tensors(checkpoint), self.shard)
+        self.checkpoint = shard_checkpoint(select_model_tensors(checkpoint), self.shard)
         self._blocks = None if form == "plain" else BlockPacker(form)
         # Of matrices; None: that of the file, but bfloat16 for float16. With float16, matrices of other dtypes stay.
         self.dtype = dtype
@@ -179,7 +179,7 @@ class Weights:
             self._files.release_pages(info)
         return packed
 
-    def arranged_linears(
+    def load_rearranged_linears(
         self,
         parts: Sequence[tuple[str, int]],
         columns: int,
@@ -216,17 +216,17 @@ class Weights:
         return [ops.pack_linear(arrange(part.to(dtype)), gated=gated) for part in parts]
 
     def stack_experts(
-        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], sources: Sequence[StackSource], dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return a tensor that the parts fill. `dtype`: of the result; None: the dtype that matrices have in memory."""
-        whole = torch.empty(shape, dtype=dtype or self._final_dtype([part.name for part in parts]))
-        self.loaded_bytes += count_unfilled_bytes(whole, parts)
-        for name, part_shape, select in parts:
+        whole = torch.empty(shape, dtype=dtype or self._final_dtype([source.name for source in sources]))
+        self.loaded_bytes += count_unfilled_bytes(whole, sources)
+        for name, part_shape, select in sources:
             destination = select(whole)
             destination.copy_(self._mark_used(name, self._view_tensor(name, part_shape)).reshape(destination.shape))
         return whole
 
-    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackPart]]]) -> bool:
+    def have_same_format(self, stacks: Sequence[tuple[tuple[int, int, int], Sequence[StackSource]]]) -> bool:
         """Return whether the matrices of a layer's experts, given as shapes and parts, are kept in one format.
 
         Kernels compute both matrices of an expert in one format. If the formats differ, the caller loads both in full
@@ -235,7 +235,7 @@ class Weights:
         return True
 
     def load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], *,
+        self, shape: tuple[int, int, int], sources: Sequence[StackSource], *,
         gated: bool = False, packable: bool = False, full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:  # fmt: skip
         """Return the matrices [experts, n, k] of a layer, which the parts fill, as the device's kernels read them.
@@ -243,7 +243,7 @@ class Weights:
         `gated`: whether they are gate and up, the rows of gate before those of up. `packable`: whether kernels also
         read them in the uw12 format. `full_precision`: whether quantised matrices become bf16.
         """
-        return self.stack_experts(shape, parts)
+        return self.stack_experts(shape, sources)
 
     def transform(self, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `function(tensor)`, of the same shape as `tensor`. The tensor itself must not be used any more."""
@@ -334,7 +334,7 @@ class Weights:
         self._check_tensor(name, shape)
         info = self.checkpoint.tensor_info(name)
         if isinstance(info, QuantisedTensorInfo):
-            return self._open_quantised(name, info).whole()
+            return self._open_quantised(name, info).decode_all()
         if isinstance(info, GGUFTensorInfo):
             exact = self.dtype is torch.float32 or info.dtype == "F32"
             dtype = torch.float32 if exact else DTYPES[info.dtype]
@@ -348,7 +348,7 @@ class Weights:
 
     def _iter_matrices(self, matrices: QuantisedMatrices) -> Iterator[Tensor]:
         """Yield the matrices in order; a few are dequantised ahead, by other threads."""
-        return map_in_order(self._pool, matrices.part, range(len(matrices)))
+        return map_in_order(self._pool, matrices.decode_matrix, range(len(matrices)))
 
     def _read_bytes(self, name: str, info: TensorInfo) -> Tensor:
         return self._decode_bytes(name, info) if is_coded(info) else self._view_raw_bytes(name, info)
@@ -357,13 +357,15 @@ class Weights:
         flat = torch.from_numpy(self._files.view(info))
         if info.packing is not None:
             check_raw_crc(name, info, flat.numpy(), self._codec)
-        self._add_read_bytes(info.nbytes if info.cut is None or info.packing is not None else info.cut.num_bytes)
-        return select_bytes(flat, info.cut)
+        self._add_read_bytes(
+            info.nbytes if info.stored_slice is None or info.packing is not None else info.stored_slice.num_bytes
+        )
+        return select_bytes(flat, info.stored_slice)
 
     def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
         stored, whole = self._files.view(info), info.whole
         tensor = CodedTensor.open(name, whole, lambda begin, end: stored[begin:end], self._codec)
-        if info.cut is None:
+        if info.stored_slice is None:
             out = torch.empty(whole.logical_bytes, dtype=torch.uint8)
             tensor.decode_all(stored, out.numpy(), self._pool)
             self._add_read_bytes(info.nbytes)
@@ -374,8 +376,8 @@ class Weights:
             return stored[begin:end]
 
         # Other threads may decode other tensors meanwhile, so this thread does it alone.
-        if len(spans := list(info.cut.list_spans())) > MAX_DECODED_SPANS:
-            return select_bytes(torch.from_numpy(tensor.read(read, 0, whole.logical_bytes)), info.cut)
+        if len(spans := list(info.stored_slice.list_spans())) > MAX_DECODED_SPANS:
+            return select_bytes(torch.from_numpy(tensor.read(read, 0, whole.logical_bytes)), info.stored_slice)
         parts = [tensor.read(read, *span) for span in spans]
         return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
@@ -384,8 +386,8 @@ class Weights:
             self.read_bytes += num_bytes
 
     def _view_file_bytes(self, info: TensorInfo) -> Bytes:
-        self._add_read_bytes(info.nbytes if info.cut is None else info.cut.num_bytes)
-        return select_bytes(torch.from_numpy(self._files.view(info)), info.cut).numpy()
+        self._add_read_bytes(info.nbytes if info.stored_slice is None else info.stored_slice.num_bytes)
+        return select_bytes(torch.from_numpy(self._files.view(info)), info.stored_slice).numpy()
 
     @cached_property
     def _codec(self) -> WeightCodec:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from emberline.core.errors import InvalidRequest
-from emberline.sim.prompt import PromptPart
+from emberline.sim.prompt import PromptSegment
 from emberline.sim.workloads.traces import TraceRequest, read_trace
 
 EXAMPLE = "rate=8,in=4096,out=256"
@@ -67,7 +67,7 @@ class Traffic:
         if seconds <= 0:
             message = f"{path} has {len(requests)} requests, and no two at different times"
             raise InvalidRequest(message, param="traffic", hint="plan for a trace with more requests")
-        lengths = tuple((sum(part.num_tokens for part in each.parts), each.output_tokens) for each in busiest)
+        lengths = tuple((sum(part.num_tokens for part in each.segments), each.output_tokens) for each in busiest)
         part = f"the busiest {seconds:.3g} s, {len(busiest)} of {len(requests)} requests"
         rate = (len(busiest) - 1) / seconds
         return Traffic(rate, lengths, count_prefix_share(busiest), f"{path.name}: {part}", busiest)
@@ -122,7 +122,7 @@ def find_busiest_part(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, .
     If the trace is shorter than that, return all requests."""
     if len(requests) <= BUSIEST_REQUESTS:
         return tuple(requests)
-    sizes = [sum(part.num_tokens for part in each.parts) + each.output_tokens for each in requests]
+    sizes = [sum(part.num_tokens for part in each.segments) + each.output_tokens for each in requests]
     best, best_rate, start, tokens = (0, len(requests)), 0.0, 0, 0
     for end in range(1, len(requests) + 1):
         tokens += sizes[end - 1]
@@ -144,15 +144,15 @@ def _is_long_enough(requests: Sequence[TraceRequest], start: int, end: int) -> b
 
 def count_prefix_share(requests: Sequence[TraceRequest]) -> float:
     """Return the share of prompt tokens that belong to a prefix which an earlier prompt had too."""
-    known: set[tuple[PromptPart, ...]] = set()
+    known: set[tuple[PromptSegment, ...]] = set()
     shared = total = 0
     for request in requests:
         is_known = True
-        for number, part in enumerate(request.parts, 1):
-            is_known = is_known and request.parts[:number] in known
+        for number, part in enumerate(request.segments, 1):
+            is_known = is_known and request.segments[:number] in known
             shared += part.num_tokens * is_known
             total += part.num_tokens
-        known.update(request.parts[:number] for number in range(1, len(request.parts) + 1))
+        known.update(request.segments[:number] for number in range(1, len(request.segments) + 1))
     return min(MAX_PREFIX_SHARE, shared / total)
 
 

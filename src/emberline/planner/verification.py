@@ -12,7 +12,7 @@ from emberline.planner.topology import PlannedPool, PlanningTask, Topology
 from emberline.planner.traffic import Traffic
 from emberline.sim.cluster import SimCluster, SimClusterConfig, SimDetail
 from emberline.sim.link import KVLink
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.result import Distribution
 from emberline.sim.sessions import SingleRequest
 from emberline.sim.worker_config import SimWorkerConfig
@@ -70,7 +70,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
     requests = min(SIMULATED_TOKENS / traffic.mean_output, SIMULATED_PROMPT_TOKENS / traffic.mean_prompt) - population
     end_s = warm_up_s + min(max(requests, MIN_SIMULATED_REQUESTS), MAX_SIMULATED_REQUESTS) / traffic.rate
     cluster = _build_cluster(topology, counts, task)
-    cluster.at(warm_up_s, lambda: _reset_latencies(cluster))
+    cluster.call_at(warm_up_s, lambda: _reset_latencies(cluster))
     sessions = _Sessions(traffic, seed, population, ramp_s, end_s)
     result = cluster.run(sessions, until=end_s)
     arrived = [at for at in sessions.arrivals if at >= warm_up_s]
@@ -154,16 +154,16 @@ class _Sessions:
             start = self._ramp_s + lap * len(requests) * interval_s
             for number, request in enumerate(requests):
                 at = start + (request.time - requests[0].time) * slowness
-                parts = [PromptPart(f"{lap}/{part.key}", part.num_tokens) for part in request.parts]
+                parts = [PromptSegment(f"{lap}/{part.key}", part.num_tokens) for part in request.segments]
                 yield make_single_request(f"request-{lap}-{number}", at, parts, request.output_tokens)
 
     def _build_request(self, rng: random.Random, name: str, prompt: int, output: int) -> SimRequest:
         builder = SimPromptBuilder()
         shared = round(prompt * self._traffic.prefix_share)
         if shared:
-            builder.add(PromptPart(f"prefix-{rng.randrange(SHARED_PREFIXES)}", shared))
-        builder.add(PromptPart(f"prompt-{name}", max(1, prompt - shared)))
-        return builder.build_request(f"request-{name}", PromptPart(f"reply-{name}", output))
+            builder.add(PromptSegment(f"prefix-{rng.randrange(SHARED_PREFIXES)}", shared))
+        builder.add(PromptSegment(f"prompt-{name}", max(1, prompt - shared)))
+        return builder.build_request(f"request-{name}", PromptSegment(f"reply-{name}", output))
 
 
 def _build_cluster(topology: Topology, counts: Sequence[int], task: PlanningTask) -> SimCluster:

@@ -29,7 +29,7 @@ class AutoscaledCluster:
         self.trace = ScalingTrace()
         fleet, routers = SimFleet(cluster, choose_start, self.trace), SimRouters(cluster, self.trace)
         self.autoscaler = Autoscaler(settings, routers, fleet, cluster.clock, probe=_refuse_call)
-        cluster.every(settings.interval, self._step)
+        cluster.call_every(settings.interval, self._step)
 
     def run(self, sessions: Iterable[SimSession], until: float) -> SimResult:
         with asyncio.Runner() as self._runner:

@@ -123,13 +123,13 @@ class SimCluster:
     def has_prefill_workers(self) -> bool:
         return self._num_prefill_workers > 0
 
-    def at(self, time: float, callback: Callback) -> None:
+    def call_at(self, time: float, callback: Callback) -> None:
         """Call `callback` at this virtual time, if the run has not ended before."""
-        self._events.at(time, callback, is_background=True)
+        self._events.call_at(time, callback, is_background=True)
 
-    def every(self, seconds: float, callback: Callback) -> None:
+    def call_every(self, seconds: float, callback: Callback) -> None:
         """Call `callback` after each `seconds` of virtual time, as long as the run lasts."""
-        self._events.every(seconds, callback)
+        self._events.call_every(seconds, callback)
 
     def run(self, sessions: Iterable[SimSession], until: float = math.inf) -> SimResult:
         """Simulate these sessions, which must be in the order of their start, and return the measurements.
@@ -138,8 +138,8 @@ class SimCluster:
         assert not self._has_started, "a cluster simulates one run"
         self._has_started = True
         self._start_next_session(iter(sessions), -math.inf)
-        self.every(self.config.sample_s, self._record_load_imbalance)
-        self.every(self.config.heartbeat_s, self._send_heartbeats)
+        self.call_every(self.config.sample_s, self._record_load_imbalance)
+        self.call_every(self.config.heartbeat_s, self._send_heartbeats)
         self._events.run(until)
         self.result.seconds = self.now
         for worker in self.workers.values():
@@ -160,7 +160,7 @@ class SimCluster:
         model = self._make_model(name, config)
         worker = self.workers[name] = SimWorkerStatus(name, role, config, model, self.now)
         if start_seconds > 0:  # infinite: it never becomes ready
-            self.at(self.now + start_seconds, partial(self._register, worker))
+            self.call_at(self.now + start_seconds, partial(self._register, worker))
         else:
             self._register(worker)
         return name
@@ -186,7 +186,7 @@ class SimCluster:
         self.dispatch.set_draining(name, True)
         if move:
             self._turns.move_from(name, "moved", with_blocks=True)
-        self._events.at(self.now, partial(self._remove_if_drained, worker))
+        self._events.call_at(self.now, partial(self._remove_if_drained, worker))
 
     def resume_worker(self, name: str) -> None:
         """Send new requests to a draining worker again.
@@ -316,7 +316,7 @@ class SimCluster:
             return
         worker.run_end = end
         worker.run_number += 1
-        self._events.at(end, partial(self._finish_run, worker, worker.run_number))
+        self._events.call_at(end, partial(self._finish_run, worker, worker.run_number))
 
     def _finish_run(self, worker: SimWorkerStatus, run_number: int) -> None:
         if run_number != worker.run_number:
@@ -350,7 +350,7 @@ class SimCluster:
     def _start_next_session(self, sessions: Iterator[SimSession], previous_start: float) -> None:
         if (session := next(sessions, None)) is not None:
             assert session.starts_at >= previous_start, "sessions must be in the order of their start"
-            self._events.at(session.starts_at, partial(self._start_session, session, sessions))
+            self._events.call_at(session.starts_at, partial(self._start_session, session, sessions))
 
     def _start_session(self, session: SimSession, later_sessions: Iterator[SimSession]) -> None:
         self._start_next_session(later_sessions, session.starts_at)
@@ -372,7 +372,7 @@ class SimCluster:
         session = turn.session
         session.record_reply()
         if record.outcome == "answered" and session.turns_left:
-            self._events.at(self.now + session.draw_pause_s(), partial(self._start_turn, session))
+            self._events.call_at(self.now + session.draw_pause_s(), partial(self._start_turn, session))
         else:
             self._set_live_tokens(session.name, 0)
         for observer in self.observers:

@@ -24,22 +24,22 @@ class EventQueue:
         """Whether an event is left that is not a background event."""
         return self._num_foreground > 0
 
-    def at(self, time: float, callback: Callback, *, is_background: bool = False) -> None:
+    def call_at(self, time: float, callback: Callback, *, is_background: bool = False) -> None:
         """Call `callback` at this virtual time, or now if that is past. Background events do not keep a run going."""
         heapq.heappush(self._events, (max(time, self._clock.time), next(self._event_ids), callback, is_background))
         self._num_foreground += not is_background
 
-    def every(self, seconds: float, callback: Callback) -> None:
+    def call_every(self, seconds: float, callback: Callback) -> None:
         """Call `callback` periodically, after every `seconds` of virtual time, as a background event."""
         assert seconds > 0
 
         def call_and_repeat() -> None:
             callback()
-            self.at(self._clock.time + seconds, call_and_repeat, is_background=True)
+            self.call_at(self._clock.time + seconds, call_and_repeat, is_background=True)
 
-        self.at(self._clock.time + seconds, call_and_repeat, is_background=True)
+        self.call_at(self._clock.time + seconds, call_and_repeat, is_background=True)
 
-    def hold(self, count: int = 1) -> None:
+    def add_foreground_requests(self, count: int = 1) -> None:
         """Keep the run going for `count` more requests that wait for background events; if negative, for fewer."""
         self._num_foreground += count
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from emberline.sim.job import WorkerJob
-from emberline.sim.prefix_cache import CachedPart
+from emberline.sim.prefix_cache import CachedSegment
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class FastJob:
     num_computed: int = 0
     num_cached: int = 0
     num_private: int = 0  # tokens in the cache that no other request shares
-    held: CachedPart | None = None
+    held: CachedSegment | None = None
     admitted_at: float = 0.0
     was_chunked: bool = False  # whether an earlier step has computed a part of the prompt
     ready_at: float | None = None  # time at which the copy of its blocks ends; None: no blocks are copied

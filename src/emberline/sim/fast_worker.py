@@ -3,7 +3,7 @@
 It follows the schedule of the engine: every step decodes one token of each running request, and fills the rest of its
 token budget with prompts, in the order of arrival. While no request arrives, ends or needs memory, all steps are equal
 except for the growing contexts, so their total time is computed at once. Two things are simplified: the KV cache holds
-parts of prompts, such as messages, instead of blocks (`prefix_cache`), and step times grow linearly within a run."""
+segments of prompts, such as messages, instead of blocks (`prefix_cache`), and step times grow linearly within a run."""
 
 from __future__ import annotations
 
@@ -220,16 +220,16 @@ class FastWorker:
         state = self._waiting[0]
         if state.first_step > self._num_steps and self._num_rows + len(self._prefilling) > 0:
             return None
-        part, cached = self._cache.hold_prefix(state.job.request)
+        segment, cached = self._cache.hold_prefix(state.job.request)
         block = self._config.block_size
         cached = min(cached, state.num_known - 1) // block * block
         needed = state.num_known - cached
         if not self._cache.make_room(needed + block * (self.num_running + 1)):
-            self._cache.release(part, part.last_used if part is not None else now)
+            self._cache.release(segment, segment.last_used if segment is not None else now)
             return None
         self._waiting.popleft()
         self._cache.allocate(needed)
-        state.held, state.num_private, state.num_computed, state.admitted_at = part, needed, cached, now
+        state.held, state.num_private, state.num_computed, state.admitted_at = segment, needed, cached, now
         if state.last_token_at is None:
             state.num_cached = cached
         source, state.ready_at = state.job.source, None

@@ -26,7 +26,7 @@ class MinuteLog:
         """Record the latencies of a cluster that has not run yet."""
         cluster.observers.append(self._record_request)
         self._start_minute(cluster)
-        cluster.every(MINUTE_S, lambda: self._start_minute(cluster))
+        cluster.call_every(MINUTE_S, lambda: self._start_minute(cluster))
 
     def find_missed(self, seconds: float) -> list[int]:
         """Return the minutes in which more than a tenth of the requests, or of the tokens, were later than the SLO."""

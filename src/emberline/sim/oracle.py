@@ -15,10 +15,10 @@ class PrefixOracle:
     def count_cached_and_add(self, request: SimRequest) -> int:
         """Return how many tokens of a prompt are in the cache, then add the prompt and its reply to the cache."""
         cached = 0
-        for part, digest in zip(request.parts, request.digests, strict=True):
+        for segment, digest in zip(request.segments, request.digests, strict=True):
             if digest not in self._seen_digests:
                 break
-            cached += part.num_tokens
+            cached += segment.num_tokens
         self._seen_digests.update(request.digests)
         self._seen_digests.add(request.reply_digest)
         return min(cached, request.num_prompt_tokens - 1) // self._block_size * self._block_size

@@ -1,6 +1,6 @@
-"""SimRequest: a request of a simulated client. Its prompt is a list of parts, such as messages.
+"""SimRequest: a request of a simulated client. Its prompt is a list of segments, such as messages.
 
-The tokens of a part are derived from its key, so prompts that begin with the same parts share their KV blocks."""
+The tokens of a segment are derived from its key, so prompts that begin with the same segments share their KV blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ VOCAB_SIZE = 100_000
 BYTES_PER_TOKEN = 4  # bytes of a token in a request's body
 
 
-class PromptPart(NamedTuple):
-    """A message of a prompt, or another part that prompts have in common."""
+class PromptSegment(NamedTuple):
+    """A message of a prompt, or another segment that prompts have in common."""
 
     key: str
     num_tokens: int
@@ -28,18 +28,18 @@ class PromptPart(NamedTuple):
         return [word % VOCAB_SIZE for word in words]
 
 
-def chain_digest(previous: bytes, part: PromptPart) -> bytes:
-    """Return the digest of a prompt that continues the prompt with the digest `previous` by this part."""
-    return blake2b(previous + f"{part.key}/{part.num_tokens}".encode(), digest_size=16).digest()
+def chain_digest(previous: bytes, segment: PromptSegment) -> bytes:
+    """Return the digest of a prompt that continues the prompt with the digest `previous` by this segment."""
+    return blake2b(previous + f"{segment.key}/{segment.num_tokens}".encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
     id: str
-    parts: tuple[PromptPart, ...]
-    digests: tuple[bytes, ...]  # digests of the prompt up to the end of each part
+    segments: tuple[PromptSegment, ...]
+    digests: tuple[bytes, ...]  # digests of the prompt up to the end of each segment
     num_prompt_tokens: int
-    reply: PromptPart
+    reply: PromptSegment
     summary: RequestSummary  # what the router knows about it
     num_resumed: int = 0  # tokens of the reply that are known when it arrives, with the KV blocks up to them
 
@@ -53,27 +53,27 @@ class SimRequest:
         return replace(self, summary=replace(self.summary, session=session))
 
     def prompt_tokens(self) -> list[int]:
-        return [token for part in self.parts for token in part.tokens()]
+        return [token for segment in self.segments for token in segment.tokens()]
 
 
 @dataclass(slots=True)
 class SimPromptBuilder:
-    """Collects the parts of a conversation, and makes requests of them."""
+    """Collects the segments of a conversation, and makes requests of them."""
 
-    parts: list[PromptPart] = field(default_factory=list)
+    segments: list[PromptSegment] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     prefixes: list[PromptPrefix] = field(default_factory=list)  # where the router may find a known prefix
     num_tokens: int = 0
 
-    def add(self, part: PromptPart) -> None:
-        digest = chain_digest(self.digests[-1] if self.digests else b"", part)
-        self.parts.append(part)
+    def add(self, segment: PromptSegment) -> None:
+        digest = chain_digest(self.digests[-1] if self.digests else b"", segment)
+        self.segments.append(segment)
         self.digests.append(digest)
-        self.num_tokens += part.num_tokens
+        self.num_tokens += segment.num_tokens
         if (length := self.num_tokens * BYTES_PER_TOKEN) >= MIN_PREFIX_BYTES:
             self.prefixes.append(PromptPrefix(digest, length))
 
-    def build_request(self, request_id: str, reply: PromptPart) -> SimRequest:
+    def build_request(self, request_id: str, reply: PromptSegment) -> SimRequest:
         prefixes, half = self.prefixes, MAX_PREFIXES_PER_PROMPT // 2
         if len(prefixes) > MAX_PREFIXES_PER_PROMPT:
             prefixes = prefixes[:half] + prefixes[-half:]
@@ -86,4 +86,4 @@ class SimPromptBuilder:
             prefixes=tuple(prefixes),
             is_single_sequence=True,
         )
-        return SimRequest(request_id, tuple(self.parts), tuple(self.digests), self.num_tokens, reply, summary)
+        return SimRequest(request_id, tuple(self.segments), tuple(self.digests), self.num_tokens, reply, summary)

@@ -57,7 +57,7 @@ class SimFleet:
             start = self._choose_start()
             name = cluster.add_worker(cast("Role", role), start_seconds=start.ready_after_s)
             if start.ends_after_s is not None:
-                cluster.at(cluster.now + start.ends_after_s, partial(self._end_if_starting, name))
+                cluster.call_at(cluster.now + start.ends_after_s, partial(self._end_if_starting, name))
         self._trace.changes.append((cluster.now, role, count))
 
     def _end_if_starting(self, name: str) -> None:

@@ -140,7 +140,7 @@ class TurnDispatcher:
     def retry_waiting(self) -> None:
         """Try again to route the requests that wait for a worker, because one has become ready."""
         waiting, self._waiting = self._waiting, []
-        self._events.hold(-len(waiting))
+        self._events.add_foreground_requests(-len(waiting))
         for turn in waiting:
             self._route(turn)
 
@@ -215,15 +215,15 @@ class TurnDispatcher:
         now = self._clock.now()
         if not turn.waits_until:
             turn.waits_until = now + self._config.migration_wait
-            self._events.at(turn.waits_until, partial(self._give_up_if_waiting, turn), is_background=True)
+            self._events.call_at(turn.waits_until, partial(self._give_up_if_waiting, turn), is_background=True)
         self._waiting.append(turn)
-        self._events.hold()
+        self._events.add_foreground_requests()
 
     def _give_up_if_waiting(self, turn: OpenTurn) -> None:
         # If a worker has served the turn in between and it waits again, its `waits_until` is later than this time.
         if turn in self._waiting and self._clock.now() >= turn.waits_until:
             self._waiting.remove(turn)
-            self._events.hold(-1)
+            self._events.add_foreground_requests(-1)
             self._end(turn, "failed")
 
     # -- outputs and endings ---------------------------------------------------------------------------------------

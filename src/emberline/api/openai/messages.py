@@ -18,19 +18,19 @@ _PART_TYPE = re.compile(r"\.content\[\d+\]\.type$")
 
 # Fields that clients send back with a message and that add nothing: copies of its text or arguments, cache marks, and
 # ids of a reply. No template reads them, so they are not listed as ignored either.
-Redundant = Any
+RedundantField = Any
 
 
 class TextPart(WireStruct):
     type: Literal["text"]  # not a tag: msgspec would let a lone struct omit its tag
     text: str
-    cache_control: Redundant = None
+    cache_control: RedundantField = None
 
 
 class AssistantTextPart(WireStruct, tag_field="type", tag="text"):
     text: str
-    cache_control: Redundant = None
-    annotations: Redundant = None
+    cache_control: RedundantField = None
+    annotations: RedundantField = None
 
 
 class RefusalPart(WireStruct, tag_field="type", tag="refusal"):
@@ -44,39 +44,39 @@ AssistantContent = str | list[AssistantTextPart | RefusalPart]
 class CalledFunction(WireStruct):
     name: FunctionName
     arguments: str | dict[str, Any] | None = None  # JSON text; some clients send an object
-    parsed_arguments: Redundant = None  # added by the stream helper of the openai package
-    provider_specific_fields: Redundant = None
+    parsed_arguments: RedundantField = None  # added by the stream helper of the openai package
+    provider_specific_fields: RedundantField = None
 
 
 class MessageToolCall(WireStruct):
     id: Annotated[str, Meta(min_length=1)]
     function: CalledFunction
     type: Literal["function"] = "function"
-    index: Redundant = None
-    cache_control: Redundant = None
-    provider_specific_fields: Redundant = None
-    extra_content: Redundant = None
+    index: RedundantField = None
+    cache_control: RedundantField = None
+    provider_specific_fields: RedundantField = None
+    extra_content: RedundantField = None
 
 
 class SystemMessage(WireStruct, tag_field="role", tag="system"):
     content: Content
     name: str | None = None
-    cache_control: Redundant = None
-    id: Redundant = None
+    cache_control: RedundantField = None
+    id: RedundantField = None
 
 
 class DeveloperMessage(WireStruct, tag_field="role", tag="developer"):
     content: Content
     name: str | None = None
-    cache_control: Redundant = None
-    id: Redundant = None
+    cache_control: RedundantField = None
+    id: RedundantField = None
 
 
 class UserMessage(WireStruct, tag_field="role", tag="user"):
     content: Content
     name: str | None = None
-    cache_control: Redundant = None
-    id: Redundant = None
+    cache_control: RedundantField = None
+    id: RedundantField = None
 
 
 class AssistantMessage(WireStruct, tag_field="role", tag="assistant"):
@@ -88,21 +88,21 @@ class AssistantMessage(WireStruct, tag_field="role", tag="assistant"):
     tool_calls: list[MessageToolCall] | None = None
     function_call: CalledFunction | None = None
     audio: None = None
-    annotations: Redundant = None  # citations; the model reads the text only
-    parsed: Redundant = None  # added by the parse helper of the openai package
-    cache_control: Redundant = None
-    id: Redundant = None
-    reasoning_details: Redundant = None  # OpenRouter's; its text is in `reasoning`
-    thinking_blocks: Redundant = None  # LiteLLM's; its text is in `reasoning_content`
-    provider_specific_fields: Redundant = None
+    annotations: RedundantField = None  # citations; the model reads the text only
+    parsed: RedundantField = None  # added by the parse helper of the openai package
+    cache_control: RedundantField = None
+    id: RedundantField = None
+    reasoning_details: RedundantField = None  # OpenRouter's; its text is in `reasoning`
+    thinking_blocks: RedundantField = None  # LiteLLM's; its text is in `reasoning_content`
+    provider_specific_fields: RedundantField = None
 
 
 class ToolMessage(WireStruct, tag_field="role", tag="tool"):
     content: Content
     tool_call_id: Annotated[str, Meta(min_length=1)]
     name: str | None = None
-    cache_control: Redundant = None
-    id: Redundant = None
+    cache_control: RedundantField = None
+    id: RedundantField = None
 
 
 class FunctionMessage(WireStruct, tag_field="role", tag="function"):

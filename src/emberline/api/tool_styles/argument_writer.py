@@ -40,7 +40,7 @@ class TextValueReader:
         return len(self._held)
 
     @property
-    def found_end(self) -> str:
+    def end_marker(self) -> str:
         """The marker that ended the text."""
         return self._held
 

@@ -40,7 +40,7 @@ KIMI = KimiStyle(
     name="kimi",
     families="Kimi K2, Kimi K2.5",
     begin="<|tool_calls_section_begin|>",
-    other_begins=("<|tool_call_begin|>",),
+    other_begin_markers=("<|tool_call_begin|>",),
     dropped_markers=("<|tool_calls_section_end|>",),
     markers=(
         "<|tool_calls_section_begin|>",

@@ -10,7 +10,7 @@ QWEN3_CODER = XmlStyle(
     name="qwen3-coder",
     families="Qwen3-Coder, Qwen 3.5, Nemotron 3, Granite 4.2",
     begin="<tool_call>",
-    other_begins=("<function=",),
+    other_begin_markers=("<function=",),
     markers=("<tool_call>", "</tool_call>"),
     separator="\n",
     syntax=XmlSyntax(

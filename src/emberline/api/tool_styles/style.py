@@ -23,11 +23,11 @@ class ToolStyle(ABC):
     families: str  # the models that write calls like this
     begin: str  # marker that opens a call, or a group of calls
     markers: tuple[str, ...]  # texts that the detokenizer must keep if they are special tokens
-    other_begins: tuple[str, ...] = ()  # further texts that open a call in the model's output
+    other_begin_markers: tuple[str, ...] = ()  # further texts that open a call in the model's output
     dropped_markers: tuple[str, ...] = ()  # texts around calls that carry no meaning of their own
     separator: str = ""  # text between two calls
     list_brackets: tuple[str, str] | None = None  # texts before and after several calls that share one `begin`
-    bare_starts: str = ""  # first characters of an output that begins with a call without `begin`
+    markerless_starts: str = ""  # first characters of an output that begins with a call without `begin`
     gap_chars: str = ""  # characters besides white space that may separate calls
     ends_reasoning: bool = False  # `begin` ends reasoning that has no closing marker
     allows_several_calls: bool = True  # false: the model writes one call in a reply
@@ -36,8 +36,8 @@ class ToolStyle(ABC):
     model_types: tuple[str, ...] = ()  # of checkpoints whose template has no signs of any style
 
     @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin, *self.other_begins) if self.begin else self.other_begins
+    def begin_markers(self) -> tuple[str, ...]:
+        return (self.begin, *self.other_begin_markers) if self.begin else self.other_begin_markers
 
     @abstractmethod
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
@@ -73,11 +73,11 @@ class ToolStyle(ABC):
         if self.list_brackets is None:
             return self.separator.join(self.begin + body for body in bodies)
         opening, closing = self.list_brackets
-        return ("" if self.bare_starts else self.begin) + opening + self.separator.join(bodies) + closing
+        return ("" if self.markerless_starts else self.begin) + opening + self.separator.join(bodies) + closing
 
     def write_forced_calls(self, rules: RuleWriter, allows_several: bool) -> str:
         """Return a grammar expression for an output of calls only. The rule `call` matches one call."""
-        begin = "" if self.bare_starts else rules.literal(self.begin)
+        begin = "" if self.markerless_starts else rules.literal(self.begin)
         unit = f"{begin} {self._write_group(rules, allows_several)}"
         if not allows_several or self.list_brackets is not None:
             return unit
@@ -86,7 +86,7 @@ class ToolStyle(ABC):
     def write_optional_calls(self, rules: RuleWriter, allows_several: bool, text_markers: Sequence[str] = ()) -> str:
         """Return a grammar expression for text, calls, or both. Text may contain `text_markers`."""
         group = self._write_group(rules, allows_several)
-        pattern = rf"(\s*[^{re.escape(self.bare_starts)}\s]{ANY_TEXT})?" if self.bare_starts else ANY_TEXT
+        pattern = rf"(\s*[^{re.escape(self.markerless_starts)}\s]{ANY_TEXT})?" if self.markerless_starts else ANY_TEXT
         text = rules.text(pattern)
         if tokens := [rules.literal(marker) for marker in text_markers if marker in rules.special_tokens]:
             text = rules.add_rule("text", f"{text} (({' | '.join(tokens)}) {rules.text()})*")
@@ -96,7 +96,7 @@ class ToolStyle(ABC):
         lead = rules.add_rule("lead", lead)
         is_repeated = allows_several and self.list_brackets is None
         start = f"({lead} {group})* {text}" if is_repeated else f"{text} | {lead} {group}"
-        return f"{start} | {group}" if self.bare_starts else start
+        return f"{start} | {group}" if self.markerless_starts else start
 
     def _write_group(self, rules: RuleWriter, allows_several: bool) -> str:
         """Return a grammar expression for what follows an opening marker: one call, or all calls that share it."""

@@ -147,7 +147,7 @@ class XmlCallReader(CallReader):
         self._key += self._key_reader.feed(char)
         if self._key_reader.is_complete:
             self._key = self._key.strip()
-            self._is_string = self._key_reader.found_end == self._syntax.string_key_end or (
+            self._is_string = self._key_reader.end_marker == self._syntax.string_key_end or (
                 not self._syntax.string_key_end and self._schema.is_string(self._key)
             )
             if self._syntax.value_open:

@@ -21,10 +21,10 @@ from emberline.kernels.cpu.library import find_library
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.models.config import ModelConfig
-from emberline.models.narrow_plan import describe_quantised, split_experts
-from emberline.models.narrow_weights import quantise_rows
-from emberline.models.weight_formats import NarrowSize, choose_online_format
-from emberline.models.weights import StackPart, Weights
+from emberline.models.pending_weights import quantise_rows
+from emberline.models.quantised_plan import describe_quantised, split_experts
+from emberline.models.weight_formats import QuantisedSize, choose_online_format
+from emberline.models.weights import StackSource, Weights
 from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.pack import pack_file
 
@@ -81,7 +81,7 @@ class RandomWeights(Weights):
         """`online`: the format to which matrices of layers are quantised, as `--weights` does; empty: none."""
         self.device = torch.device(device)
         self.packed = packed
-        self.narrow_sizes: list[NarrowSize] = []
+        self.quantised_sizes: list[QuantisedSize] = []
         self._online = online
         self._blocks = None
         self.dtype = dtype
@@ -92,7 +92,7 @@ class RandomWeights(Weights):
         return not name.endswith(".bias")
 
     def stack_experts(
-        self, shape: tuple[int, ...], parts: Sequence[StackPart], dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], sources: Sequence[StackSource], dtype: torch.dtype | None = None
     ) -> Tensor:
         drawn = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return self._add_to_loaded_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
@@ -100,29 +100,29 @@ class RandomWeights(Weights):
     def load_experts(
         self,
         shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
+        sources: Sequence[StackSource],
         *,
         gated: bool = False,
         packable: bool = False,
         full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         count, n, k = shape
-        narrow = None if full_precision else self._describe_narrow(count * n, k, count)
-        drawn, taken = self.stack_experts(shape, parts), self.loaded_bytes
-        if narrow is None and self.packed and packable:
+        quantised = None if full_precision else self._describe_quantised(count * n, k, count)
+        drawn, taken = self.stack_experts(shape, sources), self.loaded_bytes
+        if quantised is None and self.packed and packable:
             experts = ops.empty_experts(*shape, gated=gated)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_experts(experts, drawn)
             return experts
-        if narrow is None:
+        if quantised is None:
             return drawn
-        experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, narrow, narrow.nbytes, gated)
-        kept = ops.count_quantised_bytes(self.device, narrow)
-        self.narrow_sizes.append(NarrowSize.of(narrow, count, kept))
-        matrices = quantise_rows(drawn, narrow)
+        experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, quantised, quantised.nbytes, gated)
+        kept = ops.count_quantised_bytes(self.device, quantised)
+        self.quantised_sizes.append(QuantisedSize.from_matrix(quantised, count, kept))
+        matrices = quantise_rows(drawn, quantised)
         self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_experts(experts, matrices)
         return experts
 
-    def _describe_narrow(self, rows: int, columns: int, num_experts: int = 0) -> QuantisedMatrix | None:
+    def _describe_quantised(self, rows: int, columns: int, num_experts: int = 0) -> QuantisedMatrix | None:
         found = choose_online_format(self._online, columns) if self._online else None
         if found is None:
             return None
@@ -154,11 +154,11 @@ class RandomWeights(Weights):
         packable: bool = True,
     ) -> ops.PackedWeight:
         rows = sum(count for _, count in parts)
-        if not full_precision and (shape := self._describe_narrow(rows, columns)) is not None:
+        if not full_precision and (shape := self._describe_quantised(rows, columns)) is not None:
             weight = ops.empty_quantised_weight(shape, self.device, gated=gated)
             drawn, taken = self.stack(parts, columns), self.loaded_bytes
             kept = ops.count_quantised_bytes(self.device, shape)
-            self.narrow_sizes.append(NarrowSize.of(shape, 1, kept))
+            self.quantised_sizes.append(QuantisedSize.from_matrix(shape, 1, kept))
             matrix = quantise_rows(drawn, shape)
             self.loaded_bytes = taken - drawn.nbytes + ops.fill_quantised_weight(weight, matrix)
             return weight

@@ -18,9 +18,9 @@ from emberline.bench.report import BenchReport
 from emberline.core.config import core_count
 from emberline.kernels.cuda import narrow, narrow_experts, narrow_wide
 from emberline.kernels.cuda.driver import CudaModule
-from emberline.kernels.cuda.narrow import NarrowPlan
-from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
-from emberline.kernels.cuda.narrow_wide import WideNarrowPlan
+from emberline.kernels.cuda.narrow import FourBitPlan
+from emberline.kernels.cuda.narrow_layout import FourBitWeight, pack
+from emberline.kernels.cuda.narrow_wide import WideFourBitPlan
 from emberline.kernels.cuda.routing import route_rows
 from emberline.kernels.mixture import ClampedSwiGLU, Routing
 from emberline.kernels.quantised_matrix import CodeKind, QuantisedMatrix
@@ -86,23 +86,23 @@ def _add(report: BenchReport, name: str, us: float, weight_bytes: int, peer: flo
     print(f"{name}: {us:.2f} us, limit {limit:.2f}, {100 * limit / us:.0f} % of bandwidth", flush=True)
 
 
-def _make_weights(n: int, k: int, *, gated: bool) -> list[NarrowWeight]:
+def _make_weights(n: int, k: int, *, gated: bool) -> list[FourBitWeight]:
     count = count_input_sets(n * k // 2)
     return [_pack(draw_matrix("int4", n, k, 128), gated=gated) for _ in range(count)]
 
 
-def _pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight:
+def _pack(matrix: QuantisedMatrix, *, gated: bool = False) -> FourBitWeight:
     packed = pack(matrix, gated=gated)
     assert packed is not None, "random scales fit into float16"
     return packed
 
 
 def _make_dense_calls(
-    weights: list[NarrowWeight], m: int, *, plan: NarrowPlan | WideNarrowPlan | None = None
+    weights: list[FourBitWeight], m: int, *, plan: FourBitPlan | WideFourBitPlan | None = None
 ) -> list[Callable[[], object]]:
     x, n, gated = _draw_inputs(m, weights[0].k), weights[0].n, weights[0].gated
     out = torch.empty(m, n // 2 if gated else n, device="cuda", dtype=torch.bfloat16)
-    is_wide = narrow_wide.supports(m, weights[0]) if plan is None else isinstance(plan, WideNarrowPlan)
+    is_wide = narrow_wide.supports(m, weights[0]) if plan is None else isinstance(plan, WideFourBitPlan)
     kernel: Any = narrow_wide.linear if is_wide else narrow.linear
     return [partial(kernel, x, weight, out=out, gated=gated, plan=plan) for weight in weights]
 
@@ -166,10 +166,10 @@ class ExpertLayerBench:
         return product
 
 
-def _list_plans(x_rows: int, row_tiles: int, w: NarrowWeight) -> list[NarrowPlan | WideNarrowPlan]:
+def _list_plans(x_rows: int, row_tiles: int, w: FourBitWeight) -> list[FourBitPlan | WideFourBitPlan]:
     """Return the plan that the engine chooses, and others to measure. x has `row_tiles` tiles of `x_rows` rows."""
     rule = narrow.choose_plan(x_rows, row_tiles, w.n, w.units, w.unit_bytes)
-    plans: list[NarrowPlan | WideNarrowPlan] = [rule]
+    plans: list[FourBitPlan | WideFourBitPlan] = [rule]
     for (blocks, tiles, warps), parts, ctas in product(narrow.TILE_SIZES, (1, 2, 4, 8, 16), (1, 2, 3, 4)):
         too_many = ctas * warps > narrow.MAX_WARPS_PER_SM or parts > warps or ctas * warps < 8
         if tiles != rule.tiles or too_many or (warps == narrow.MANY_WARPS and parts < 8 and rule.parts > 2):
@@ -180,7 +180,7 @@ def _list_plans(x_rows: int, row_tiles: int, w: NarrowWeight) -> list[NarrowPlan
     return plans
 
 
-def _list_wide_plans(m: int, experts: int, w: NarrowWeight) -> list[NarrowPlan | WideNarrowPlan]:
+def _list_wide_plans(m: int, experts: int, w: FourBitWeight) -> list[FourBitPlan | WideFourBitPlan]:
     rule = narrow_wide.choose_plan(m, experts, w.n, w.units, w.unit_bytes)
     parts = [parts for parts in narrow_wide.PARTS if parts <= w.units]
     others = product(narrow_wide.GROUPS[rule.columns], parts)
@@ -208,11 +208,11 @@ def _compile_kernels() -> None:
     """Compile the kernels of all plans in parallel. The results are cached on disk."""
     formats = ("Int4<1, false>", "Int4<4, false>", "Float4<4>")
     names = [
-        (narrow.FILE, NarrowPlan(*size, 1, 1, 1, 1).kernel_name(name))
+        (narrow.FILE, FourBitPlan(*size, 1, 1, 1, 1).kernel_name(name))
         for name, size in product(formats, narrow.TILE_SIZES)
     ]
     names += [
-        (narrow_wide.FILE, WideNarrowPlan(groups, columns, 1, 1).kernel_name(name))
+        (narrow_wide.FILE, WideFourBitPlan(groups, columns, 1, 1).kernel_name(name))
         for name in formats
         for columns, counts in narrow_wide.GROUPS.items()
         for groups in counts
@@ -241,11 +241,11 @@ def _sweep_experts(name: str, layer: ExpertLayerBench, batch: int) -> None:
         _print_best(f"{name} {half} rows={tile_rows}", times, w.data[0].nbytes * layer.count_experts(batch))
 
 
-def _print_best(name: str, times: list[tuple[float, NarrowPlan | WideNarrowPlan]], weight_bytes: int) -> None:
+def _print_best(name: str, times: list[tuple[float, FourBitPlan | WideFourBitPlan]], weight_bytes: int) -> None:
     limit = weight_bytes / BYTES_PER_US
 
-    def describe(us: float, plan: NarrowPlan | WideNarrowPlan) -> str:
-        if isinstance(plan, NarrowPlan):
+    def describe(us: float, plan: FourBitPlan | WideFourBitPlan) -> str:
+        if isinstance(plan, FourBitPlan):
             first = f"blocks {plan.blocks} warps {plan.warps} x {plan.ctas_per_sm} buffers {plan.buffers}"
         else:
             first = f"wide, groups {plan.groups}"

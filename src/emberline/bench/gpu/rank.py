@@ -35,13 +35,13 @@ from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.models.config import ModelConfig
 from emberline.models.config_outline import outline_of, read_outline, select_planned_text
-from emberline.models.narrow_plan import describe_quantised, split_experts
-from emberline.models.narrow_weights import allocate_like
 from emberline.models.outline import divide_vocabulary
+from emberline.models.pending_weights import allocate_like
 from emberline.models.quantisation_config import WeightFormat
+from emberline.models.quantised_plan import describe_quantised, split_experts
 from emberline.models.shard import Shard
-from emberline.models.weight_formats import NarrowSize, read_weight_formats
-from emberline.models.weights import StackPart
+from emberline.models.weight_formats import QuantisedSize, read_weight_formats
+from emberline.models.weights import StackSource
 
 GIB = 1 << 30
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
@@ -98,27 +98,32 @@ class RankWeights(RandomWeights):
     def load_experts(
         self,
         shape: tuple[int, int, int],
-        parts: Sequence[StackPart],
+        sources: Sequence[StackSource],
         *,
         gated: bool = False,
         packable: bool = False,
         full_precision: bool = False,
     ) -> Tensor | ops.PackedExperts:
         before = self.loaded_bytes
-        experts = self._load_experts(shape, parts, gated, packable, full_precision)
+        experts = self._load_experts(shape, sources, gated, packable, full_precision)
         self.expert_bytes += self.loaded_bytes - before
         return experts
 
     def _load_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], gated: bool, packable: bool, full_precision: bool
+        self,
+        shape: tuple[int, int, int],
+        sources: Sequence[StackSource],
+        gated: bool,
+        packable: bool,
+        full_precision: bool,
     ) -> Tensor | ops.PackedExperts:
         if self._expert_format is None or full_precision:
-            return super().load_experts(shape, parts, gated=gated, packable=packable, full_precision=full_precision)
+            return super().load_experts(shape, sources, gated=gated, packable=packable, full_precision=full_precision)
         count, n, k = shape
         described = split_experts(describe_quantised(self._expert_format, count * n, k), count)
         experts = ops.PackedExperts(count, n, k, WeightLayout.QUANTISED, described, described.nbytes, gated)
         kept = ops.count_quantised_bytes(self.device, described)
-        self.narrow_sizes.append(NarrowSize.of(described, count, kept))
+        self.quantised_sizes.append(QuantisedSize.from_matrix(described, count, kept))
         self.loaded_bytes += ops.fill_quantised_experts(experts, self._draw_codes(described))
         return experts
 
@@ -142,7 +147,7 @@ def measure(
     own = shard.shard_config(whole)
     booted = boot_gpu(own, weights, context=memory.choose_max_context(own, engine_config), settings=engine_config)
     torch.cuda.empty_cache()  # frees memory that drawing random weights used; loading from files does not use it
-    planned = memory.weight_bytes(own, 2, packed=weights.packed, narrow=weights.narrow_sizes)
+    planned = memory.weight_bytes(own, 2, packed=weights.packed, quantised=weights.quantised_sizes)
     report.add("weights_planned_gib", planned / GIB, "GiB")
     report.add("weights_gib", weights.loaded_bytes / GIB, "GiB")
     report.add("weights_error", 100 * abs(weights.loaded_bytes - planned) / planned, "%")

@@ -50,7 +50,7 @@ from emberline.models.reader import FileReader
 from emberline.models.sleep import iter_instances
 from emberline.models.tensor_names import ignorable_tensors, load_model
 from emberline.models.weight_dtype import choose_weight_dtype, stored_weight_format
-from emberline.models.weight_parts import is_head_large
+from emberline.models.weight_matrices import is_head_large
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def boot_gpu(
     reject_unsupported_settings(settings, device.torch_device, has_packed_experts=packs_experts)
     model = load_model(config, weights, context)
     draft = load_draft(model)
-    planned = PlannedModel.of(model, weights, settings, device, measure_memory(device), draft=draft)
+    planned = PlannedModel.from_model(model, weights, settings, device, measure_memory(device), draft=draft)
     if settings.gpu.exact:
         require_fixed_order(model, planned.kv_shape)
     tuned, plan = planned.tune_matrix_products(), planned.plan  # before the cache fills the memory
@@ -152,7 +152,7 @@ def fill_and_identify(
 
     Return the format of the weights, and the seconds of each phase, by name."""
     model, seconds = runner.model, _load_weights(weights, runner)
-    copies_head = weights.narrow_sizes and not weights.packed and is_head_large(outline_of(model.config))
+    copies_head = weights.quantised_sizes and not weights.packed and is_head_large(outline_of(model.config))
     copies_head = copies_head and model.head.weight.n > 0  # only the last stage of a pipeline has a head
     if settings.gpu.weights == "both" or copies_head:
         within = model if settings.gpu.weights == "both" else model.head.weight
@@ -263,14 +263,14 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     """Wait until the weights are loaded, and meanwhile compile kernels and run a test request.
 
     Return the seconds of each of these phases, by name."""
-    model, late = runner.model, isinstance(weights, DeviceWeights) and weights.fills_late
+    model, late = runner.model, isinstance(weights, DeviceWeights) and weights.allocates_in_finish
     ignorable = ignorable_tensors(model.config, runner.rank.stage)
 
     def compile_and_warm_up() -> float:
         try:
             # Packed and quantised weights are allocated only when they are loaded.
             runner.model = make_zero_weight_model(model) if late else model
-            return compile_kernels(runner, weights.narrow_sizes, packed=weights.packed) + warm_up(runner)
+            return compile_kernels(runner, weights.quantised_sizes, packed=weights.packed) + warm_up(runner)
         finally:
             runner.model = model
 
@@ -331,8 +331,8 @@ def warm_up(runner: GPURunner) -> float:
         blocks = range(-(-len(tokens) // size))
         # The result does not matter, so all groups of layers use the same blocks.
         windows = [blocks] * (len(runner.groups.windows) - 1)
-        home = runner.rank.home
-        make_item = partial(WorkItem, "warm-up", blocks=blocks, samples=True, window_blocks=windows, home=home)
+        dp_rank = runner.rank.dp_rank
+        make_item = partial(WorkItem, "warm-up", blocks=blocks, samples=True, window_blocks=windows, dp_rank=dp_rank)
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admission = Admission("warm-up", tokens, len(tokens), params, 0)
         runner.run(StepPlan(0, [admission], [make_item(0, tokens)], []))

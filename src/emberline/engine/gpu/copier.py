@@ -58,16 +58,18 @@ class ScratchBuffer:
 
 
 class DeviceCopier:
-    def __init__(self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None, home: int = 0) -> None:
+    def __init__(
+        self, cache: KVCache, device: Device, states: DeviceStateCopies | None = None, dp_rank: int = 0
+    ) -> None:
         """`states`: copies pages of recurrent states; None: the model has none.
 
-        `home`: with data-parallel attention, the number of the rank that this cache belongs to; copies of blocks in the
-        caches of other ranks are ignored."""
-        self._device, self._home = device, home
+        `dp_rank`: with data-parallel attention, the number of the rank that this cache belongs to; copies of blocks
+        in the caches of other ranks are ignored."""
+        self._device, self._dp_rank = device, dp_rank
         self._num_blocks, self._states = cache.num_blocks, states
         self._size = cache.shape.block_bytes
         self._blocks_per_piece = at_once = memory.blocks_per_scratch_buffer(self._size)
-        parts = (part.flatten(2).view(WORD_DTYPE) for part in cache.parts)
+        parts = (part.flatten(2).view(WORD_DTYPE) for part in cache.tensors)
         self._parts = [part.transpose(0, 1) for part in parts]  # keys, values if any: [block, layer, word]
         _, layers, words = self._parts[0].shape
         self._pieces = [
@@ -111,7 +113,7 @@ class DeviceCopier:
 
         Return a function that waits until all copies are done and their buffers may be used again."""
         assert self._area is not None
-        saves, loads = ([each for each in copies if each.home == self._home] for copies in (saves, loads))
+        saves, loads = ([each for each in copies if each.dp_rank == self._dp_rank] for copies in (saves, loads))
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
         saves = saves if self._saves_blocks else []

@@ -18,7 +18,7 @@ from torch import Tensor
 from emberline.core.environment import visible_gpus
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.gpu_kernels import format_capability
-from emberline.engine.memory import used_by_others
+from emberline.engine.memory import bytes_used_by_other_processes
 from emberline.kernels.backend import start_gpu_backend
 from emberline.kernels.gpu_choice import describe_gpu, has_hopper_kernels
 from emberline.models.pinned import pin, unpin
@@ -252,4 +252,4 @@ def measure_memory(device: Device) -> tuple[int, int]:
     if where.type != "cuda":
         return 1 << 30, 0
     free, total = torch.cuda.mem_get_info(where)
-    return total, used_by_others(total, free, torch.cuda.memory_reserved(where))
+    return total, bytes_used_by_other_processes(total, free, torch.cuda.memory_reserved(where))

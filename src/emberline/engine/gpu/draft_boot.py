@@ -41,7 +41,7 @@ def open_draft_weights(
 def measure_draft_model(draft: DraftModel | None) -> DraftMemory:
     if draft is None:
         return NO_DRAFT_MODEL
-    return DraftMemory.of(draft.weight_bytes, draft.config, len(draft.captured_layers))
+    return DraftMemory.for_model(draft.weight_bytes, draft.config, len(draft.captured_layers))
 
 
 def summarise_draft_model(target: ModelConfig, draft: DraftModel | None) -> DraftModelSummary:

@@ -17,5 +17,5 @@ def launch_expert_kernels(model: DecoderModel, draft_model: DraftModel | None, m
         if (mixture := next(iter_instances(Mixture, structure), None)) is None:
             continue
         for rows in {-(-max_tokens // part) for part in (1, 2, 4, 8)}:
-            run = ops.run_mixture if mixture.slots is None else expert_ops.sum_own_experts
+            run = ops.run_mixture if mixture.slots is None else expert_ops.sum_local_experts
             run(torch.zeros(rows, mixture.router.k, dtype=model.dtype, device=mixture.norm.device), mixture)

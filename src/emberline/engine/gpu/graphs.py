@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from emberline.core.engine_config import SchedulerConfig
+from emberline.engine.gpu.data_parallel_rows import ExchangedRows
 from emberline.engine.gpu.device import DeviceStream
-from emberline.engine.gpu.own_rows import ExchangedRows
 from emberline.engine.gpu.shape import StepShape, max_step_rows
 from emberline.engine.gpu.staging import InputStaging
 from emberline.kernels import ops

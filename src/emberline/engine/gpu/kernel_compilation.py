@@ -11,13 +11,13 @@ import torch
 from emberline.core.config import kernel_dir
 from emberline.engine.gpu.runner import GPURunner
 from emberline.kernels import ops
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 
 
-def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = (), *, packed: bool = False) -> float:
+def compile_kernels(runner: GPURunner, quantised: Sequence[QuantisedSize] = (), *, packed: bool = False) -> float:
     """Compile all kernels that steps need, unless an earlier start did; return the seconds spent.
 
-    `narrow`: the matrices that are kept quantised. `packed`: whether the other matrices are packed. A kernel that is
+    `quantised`: the matrices that are kept quantised. `packed`: whether the other matrices are packed. A kernel that is
     compiled at its first use would delay a request by a second."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
@@ -25,7 +25,7 @@ def compile_kernels(runner: GPURunner, narrow: Sequence[NarrowSize] = (), *, pac
     from emberline.kernels.cuda import driver, nvrtc, sample
     from emberline.kernels.triton import jit
 
-    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, narrow)))]
+    facts = [*(f"{config!r} {config.parts}" for config in runner.model_configs), *sorted(set(map(repr, quantised)))]
     facts += [nvrtc.digest_sources(driver.device_options()), ops.selected_gpu_kernels().name]
     facts.append(f"packed: {packed}")
     facts.append(f"drafts of recurrent layers: {runner.states is not None and runner.states.max_draft > 0}")

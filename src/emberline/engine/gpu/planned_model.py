@@ -43,11 +43,11 @@ class PlannedModel:
     settings: EngineConfig
     device: Device
     plan: MemoryPlan
-    own_config: ModelConfig  # of the layers that this rank has: all of the model's, if there is one stage
+    rank_config: ModelConfig  # of the layers that this rank has: all of the model's, if there is one stage
     groups: LayerGroups  # of all layers of the model
 
     @staticmethod
-    def of(
+    def from_model(
         model: DecoderModel,
         weights: Weights,
         settings: EngineConfig,
@@ -64,7 +64,7 @@ class PlannedModel:
         plan, config = plan_stage_memory(
             *(model.config, stage, settings, model.context, device_memory, str(model.dtype).removeprefix("torch.")),
             packed=weights.packed,
-            narrow=weights.narrow_sizes,
+            quantised=weights.quantised_sizes,
             draft=measure_draft_model(draft),
             kernels=name_kernels(device.torch_device),
         )
@@ -75,7 +75,7 @@ class PlannedModel:
     def kv_shape(self) -> KVShape:
         """The shape of this rank's part of a KV block."""
         dtype = KV_DTYPES[memory.kv_dtype(self.settings, str(self.model.dtype).removeprefix("torch."))]
-        return kv_shape.make_kv_shape(self.own_config, self.settings.scheduler.block_size, dtype, self.plan.groups)
+        return kv_shape.make_kv_shape(self.rank_config, self.settings.scheduler.block_size, dtype, self.plan.groups)
 
     @property
     def draft_summary(self) -> DraftModelSummary | None:
@@ -99,7 +99,7 @@ class PlannedModel:
         model, device, settings = self.model, self.device, self.settings
         cache = KVCache(self.kv_shape, num_blocks, str(device.torch_device))
         args = num_state_slots, device.torch_device, settings, model.dtype
-        states = allocate_device_states(self.own_config, *args)
+        states = allocate_device_states(self.rank_config, *args)
         first = model, cache, frozenset(model.config.eos), make_state, settings, device, model.context
         runner = runner_class(*first, self.draft, self.groups, states, rank)
         log_portable_attention(model, self.kv_shape)

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
+from emberline.engine.gpu.data_parallel_rows import DataParallelRows
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.gpu.next_tokens import NextTokens, TokenReceiver, TokenSampler
-from emberline.engine.gpu.own_rows import OwnRows
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.sampling import ShareTokens
 from emberline.kernels.comm.communicator import Communicator
@@ -30,30 +30,30 @@ class RankRole:
     stage: Stage
     stages: Communicator | None = None  # between the stages; None: there is only one
     shards: Communicator | None = None  # between the ranks of this stage; None: there is only this one
-    attends_to_own: bool = False  # whether this rank has the KV cache of requests of its own, and attends to these
+    has_dp_attention: bool = False  # whether this rank has the KV cache of requests of its own, and attends to these
     pages_per_slot: int = 0  # pages of the states of a sequence, on every rank; 0: as many as those of this rank need
     counts_rows: bool = False  # whether the rows of each expert are counted, because experts may move between ranks
     # On a rank that verifies drafts of the leader's draft model: what it must know of that model; None on other ranks.
     draft_model: DraftModelSummary | None = None
 
     @staticmethod
-    def alone(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
+    def single(config: ModelConfig, groups: LayerGroups, num_state_slots: int) -> RankRole:
         """Return the role of the only rank of an engine."""
-        return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.of(config))
+        return RankRole(groups, num_state_slots, is_leader=True, stage=Stage.from_config(config))
 
     @property
     def is_alone(self) -> bool:
         return self.stages is None and self.shards is None
 
     @property
-    def home(self) -> int:
+    def dp_rank(self) -> int:
         """This rank's index among the ranks that attend to requests of their own; 0: it is none of these."""
-        return self.shards.rank if self.shards is not None and self.attends_to_own else 0
+        return self.shards.rank if self.shards is not None and self.has_dp_attention else 0
 
     @property
     def exchanging_ranks(self) -> int:
         """The number of ranks that attend to requests of their own, and exchange the rows of each step."""
-        return self.shards.size if self.shards is not None and self.attends_to_own else 1
+        return self.shards.size if self.shards is not None and self.has_dp_attention else 1
 
     @property
     def has_logits(self) -> bool:
@@ -64,14 +64,14 @@ class RankRole:
         """The maximum number of plans that are launched before the result of the oldest is read."""
         return max(2, self.stage.count)
 
-    def make_own_rows(self, max_logits: int) -> OwnRows | None:
-        """Return the OwnRows that select the work of this rank's requests; None: it attends to all requests.
+    def make_dp_rows(self, max_logits: int) -> DataParallelRows | None:
+        """Return the DataParallelRows that select the work of this rank's requests; None: it attends to all requests.
 
         `max_logits`: maximum rows of logits of a captured step."""
-        assert self.shards is not None or not self.attends_to_own
-        if self.shards is None or not self.attends_to_own:
+        assert self.shards is not None or not self.has_dp_attention
+        if self.shards is None or not self.has_dp_attention:
             return None
-        return OwnRows(self.shards, max_logits, counts_rows=self.counts_rows)
+        return DataParallelRows(self.shards, max_logits, counts_rows=self.counts_rows)
 
     def make_next_tokens(self, rows: DeviceRows, device: Device, vocab_size: int, max_input_bytes: int) -> NextTokens:
         """Return the object that gives the requests of a step their next tokens."""

@@ -53,7 +53,7 @@ class DeviceRegion(Region):
         assert not layout.turned and layout.plane_bytes % WORD_DTYPE.itemsize == 0
         self.slot_bytes = memory.transfer_slot_bytes(layout.layer_bytes // layout.tokens)
         self.device = device.torch_device
-        self.parts = [part.flatten(1).view(WORD_DTYPE) for part in cache.parts]  # [layer, word]
+        self.parts = [part.flatten(1).view(WORD_DTYPE) for part in cache.tensors]  # [layer, word]
         self._out_slots, self._in_slots = SimpleQueue[StagingSlot](), SimpleQueue[StagingSlot]()
         for slots in (
             self._out_slots,

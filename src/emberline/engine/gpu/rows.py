@@ -88,13 +88,13 @@ class DeviceRows:
     def device_buffers(self) -> list[torch.Tensor]:
         return [self.tables, self.newest, self.accepted]
 
-    def store_drafts(self, indexes: torch.Tensor, accepted: torch.Tensor, found: torch.Tensor) -> None:
+    def store_drafts(self, indexes: torch.Tensor, accepted: torch.Tensor, drafts: torch.Tensor) -> None:
         """Queue the storing of drafts in these rows.
 
-        `accepted` [B]: how many tokens of the previous draft were accepted. `found` [B, 1 + length]: the newest token
+        `accepted` [B]: how many tokens of the previous draft were accepted. `drafts` [B, 1 + length]: the newest token
         of each request, then its draft."""
         newest = self.newest.view(-1, 1 + self.max_draft)
-        newest[:, : found.shape[1]].index_copy_(0, indexes, found)
+        newest[:, : drafts.shape[1]].index_copy_(0, indexes, drafts)
         self.accepted.index_copy_(0, indexes, accepted)
 
     def __getitem__(self, request_id: str) -> RequestRow:

@@ -23,13 +23,13 @@ from emberline.core.plan import StepPlan, StepResult, WorkItem
 from emberline.engine.gpu.attention_planner import make_attention_planner
 from emberline.engine.gpu.batch import DeviceBatch
 from emberline.engine.gpu.copier import DeviceCopier
+from emberline.engine.gpu.data_parallel_rows import DataParallelRows, DividedStep, fill_uncaptured
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.draft_boot import summarise_draft_model
 from emberline.engine.gpu.drafting import DeviceDrafting
 from emberline.engine.gpu.expert_kernels import launch_expert_kernels
 from emberline.engine.gpu.graphs import CapturedStep, ModelStep, StepGraphs, StepInputs, max_input_bytes
 from emberline.engine.gpu.next_tokens import ComputedStep
-from emberline.engine.gpu.own_rows import DividedStep, OwnRows, fill_uncaptured
 from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.rows import DeviceRows
 from emberline.engine.gpu.shape import StepShape, captured_shapes, max_step_rows, max_step_tokens, order_by_expected_use
@@ -71,7 +71,7 @@ class GPURunner:
         self.model, self.cache, self.step_stream = model, cache, device.step_stream
         self.num_blocks, self._block_size = cache.num_blocks, cache.shape.block_size
         self.groups = groups or LayerGroups.single(model.config.layers)
-        self.rank = rank or RankRole.alone(model.config, self.groups, 0 if states is None else states.num_slots)
+        self.rank = rank or RankRole.single(model.config, self.groups, 0 if states is None else states.num_slots)
         self.states, self.num_state_slots = states, self.rank.num_state_slots
         self.vocab_size, self.eos, self.max_batch_tokens = model.config.vocab, eos, limits.max_batch_tokens
         self._make_state, self.prepare = make_state, make_state.prepare
@@ -92,14 +92,14 @@ class GPURunner:
         self.shapes = order_by_expected_use(shapes)
         self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         size = max_input_bytes(limits, self._attention_planner, tables)
-        self._own_rows = self.rank.make_own_rows(max_step_rows(running))
-        ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=self.rank.attends_to_own)
+        self._dp_rows = self.rank.make_dp_rows(max_step_rows(running))
+        ahead = model.make_unpacker(device.step_stream, device.new_stream(), exchanges_rows=self.rank.has_dp_attention)
         staging, self._table_inputs = (InputStaging(size, device, self.rank.num_plans + 1) for _ in range(2))
         self._graphs = StepGraphs(device.step_stream, staging, ahead, max_step_rows(running))
         self._next_tokens = self.rank.make_next_tokens(self._rows, device, self.vocab_size, size)
         copies = None if states is None else DeviceStateCopies(states, cache, self.rank.pages_per_slot)
         self._state_copies, self.pages_per_slot = copies, copies.pages.per_slot if copies else self.rank.pages_per_slot
-        self.copier = DeviceCopier(cache, device, copies, self.rank.home) if settings.tiers.has_tiers else None
+        self.copier = DeviceCopier(cache, device, copies, self.rank.dp_rank) if settings.tiers.has_tiers else None
         self.draft_model = draft_model
         self._drafting: DeviceDrafting | None = None
         if draft_model is not None:
@@ -182,10 +182,10 @@ class GPURunner:
         began = self._graphs.stream.record_event()
         self._rows.assign_rows(work)
         singles, chunks = DeviceBatch.split(work, self._rows.is_prompt if self.exact else None)
-        if self._own_rows is not None:
-            logits = self._launch_own_rows(self._own_rows, self._own_rows.divide(singles, chunks))
-            own = singles, chunks, logits, None, self._count_prepared
-            return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *own))
+        if self._dp_rows is not None:
+            logits = self._launch_data_parallel(self._dp_rows, self._dp_rows.divide(singles, chunks))
+            fields = singles, chunks, logits, None, self._count_prepared
+            return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *fields))
         self._send_table_updates(work)
         batch = DeviceBatch.from_work(singles, chunks, self._rows, self._block_size, max_queries=self._max_queries)
         longest = int(batch.counts[: batch.singles].max()) if (has_drafts := batch.single_tokens > len(singles)) else 1
@@ -204,26 +204,26 @@ class GPURunner:
         rest = singles, chunks, logits, draft, self._count_prepared
         return self._next_tokens.launch(ComputedStep(plan, failures_by_request, began, *rest))
 
-    def _launch_own_rows(self, own_rows: OwnRows, step: DividedStep) -> Tensor:
+    def _launch_data_parallel(self, exchanger: DataParallelRows, step: DividedStep) -> Tensor:
         """Queue the forward pass of this rank's requests, and return the logits of the requests of all ranks."""
-        own = own_rows.own_work(step)
-        self._send_table_updates(own.all)
-        parts = own.singles, own.chunks, self._rows, self._block_size
+        rank_work = exchanger.rank_work(step)
+        self._send_table_updates(rank_work.all)
+        parts = rank_work.singles, rank_work.chunks, self._rows, self._block_size
         batch = DeviceBatch.from_work(*parts, max_queries=self._max_queries)
         longest = min(step.longest_single, self._max_queries)
         queries = next(count for count in self._row_queries if count >= longest) if step.longest_single > 1 else 1
-        shape = own_rows.find_shape(step, self._grid, queries, self._attention_planner) if self.graphs else None
+        shape = exchanger.find_shape(step, self._grid, queries, self._attention_planner) if self.graphs else None
         batch = fill_uncaptured(batch, self._rows) if shape is None else self._pad_batch(batch, shape)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, queries)
-        inputs = replace(inputs, exchanged=own_rows.stage(step, shape, staged))
+        inputs = replace(inputs, exchanged=exchanger.stage(step, shape, staged))
         staged.send()
         logits, replay = (None, None) if shape is None else self._find_or_capture_graph(shape, inputs)
         if self._state_copies is not None:
-            self._state_copies.begin_step(own.all)
+            self._state_copies.begin_step(rank_work.all)
         logits = self._run_model_step(ModelStep(inputs, logits, replay, step.num_logits, None))
         if self._state_copies is not None:
-            self._state_copies.save_snapshots(own.all)
+            self._state_copies.save_snapshots(rank_work.all)
         return logits
 
     def _pad_batch(self, batch: DeviceBatch, shape: StepShape) -> DeviceBatch:
@@ -320,7 +320,7 @@ class GPURunner:
     def _get_logits_buffer(self, shape: StepShape) -> Tensor:
         """Return the buffer for the logits of a step of this shape; without columns on ranks of earlier stages."""
         width = self.vocab_size if self.rank.has_logits else 0
-        rows = shape.rows if self._own_rows is None else self._own_rows.count_logits(shape)
+        rows = shape.rows if self._dp_rows is None else self._dp_rows.count_logits(shape)
         return self._graphs.get_logits_buffer(rows, width, self.cache.keys.device)
 
     def _padding_inputs(self, shape: StepShape) -> StepInputs:
@@ -328,8 +328,8 @@ class GPURunner:
         batch = self._pad_batch(DeviceBatch.from_work([], [], self._rows, self._block_size), shape)
         staged = self._graphs.inputs.new_inputs()
         inputs = self._stage_inputs(batch, shape, staged, self._graphs.weight_unpacker, shape.queries)
-        if (own_rows := self._own_rows) is not None:
-            inputs = replace(inputs, exchanged=own_rows.stage(own_rows.divide([], []), shape, staged))
+        if (dp_rows := self._dp_rows) is not None:
+            inputs = replace(inputs, exchanged=dp_rows.stage(dp_rows.divide([], []), shape, staged))
         staged.send()
         return inputs
 

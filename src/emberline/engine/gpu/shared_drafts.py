@@ -20,12 +20,12 @@ class DraftSender:
         self._share = share
         self.message = _make_message(max_rows, rows)
 
-    def fill(self, accepted: Tensor, found: Tensor) -> None:
-        """Queue the writing of a message. `found`: [B, 1 + length], the newest token and the draft of each request.
+    def fill(self, accepted: Tensor, drafts: Tensor) -> None:
+        """Queue the writing of a message. `drafts`: [B, 1 + length], the newest token and the draft of each request.
 
         The tensor is at a fixed address, so this can be part of a captured graph; the sending is not."""
         self.message[: len(accepted), 0].copy_(accepted)
-        self.message[: len(found), 1 : 1 + found.shape[1]].copy_(found)
+        self.message[: len(drafts), 1 : 1 + drafts.shape[1]].copy_(drafts)
 
     def send(self, count: int) -> None:
         """Queue the sending of the message without its padding. `count`: number of requests."""

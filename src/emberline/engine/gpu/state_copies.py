@@ -21,7 +21,7 @@ class DeviceStateCopies:
         """`pages_per_slot`: pages of a slot; those that these states do not need are empty. 0: as many as they need."""
         self._states, self._cache = states, cache
         self._page_bytes = cache.shape.block_bytes
-        needed = StatePages.cut(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
+        needed = StatePages.for_slots(states.shape.slot_bytes, self._page_bytes, cache.num_blocks)
         self.pages = StatePages(cache.num_blocks, max(needed.per_slot, pages_per_slot))
         tensors = (tensor for tensor in (states.conv, states.matrices) if tensor.numel())
         # Of each layer: the bytes of all slots. The parts of a slot are in this order.
@@ -31,7 +31,7 @@ class DeviceStateCopies:
     def clear_blocks(self, work: Sequence[WorkItem]) -> None:
         """Fill blocks that held recurrent states with zeros, before requests use them for keys and values."""
         if cleared := [block for w in work for block in w.cleared_blocks]:
-            for part in self._cache.parts:
+            for part in self._cache.tensors:
                 part.view(torch.uint8)[:, cleared] = 0  # as bytes: torch cannot do this with float8
 
     def begin_step(self, work: Sequence[WorkItem]) -> None:
@@ -79,8 +79,8 @@ class DeviceStateCopies:
             self._parts[index][slot, part].copy_(row[place])
 
     def _read_block(self, block: int) -> Tensor:
-        return torch.cat([part[:, block].reshape(-1).view(torch.uint8) for part in self._cache.parts])
+        return torch.cat([part[:, block].reshape(-1).view(torch.uint8) for part in self._cache.tensors])
 
     def _write_block(self, block: int, row: Tensor) -> None:
-        for part, values in zip(self._cache.parts, row.chunk(len(self._cache.parts)), strict=True):
+        for part, values in zip(self._cache.tensors, row.chunk(len(self._cache.tensors)), strict=True):
             part[:, block].copy_(values.view(part.dtype).view(part[:, block].shape))

@@ -19,7 +19,7 @@ class DraftColumn(IntEnum):
 
     CONTEXT = 0  # tokens before those of the step; only whether there are any matters
     COUNT = 1  # tokens in the step
-    PLACE = 2  # where the rows of its drafted tokens are kept
+    DRAFT_SLOT = 2  # where the rows of its drafted tokens are kept
     ACCEPTED = 3  # drafted tokens of the previous step over which its states first advance
     SHIFT = 4  # row in DeviceRows.accepted with the number of further ones, which only the device knows
     DRAFTED = 5  # drafted tokens of this step
@@ -89,4 +89,4 @@ def _list_columns(work: WorkItem, shift_row: int) -> tuple[int, ...]:
     if state.save_to is not None:
         slot, after = state.save_to, state.save_end - work.start + state.num_accepted
     counts = work.start, len(work.tokens)
-    return *counts, state.draft_place, state.num_accepted, shift_row, work.num_draft, slot, after
+    return *counts, state.draft_slot, state.num_accepted, shift_row, work.num_draft, slot, after

@@ -65,7 +65,7 @@ def build_step_batch(
         unpacker=inputs.weight_unpacker.begin_step(),
         capture=capture,
         window_attention=windows,
-        places=() if groups.is_single else groups.places,
+        layer_positions=() if groups.is_single else groups.layer_positions,
         conv_states=None if states is None else states.conv,
         matrix_states=None if states is None else states.matrices,
         state_slots=inputs.state_slots,
@@ -93,9 +93,9 @@ def _select_states(
     accepted, context = columns[DraftColumn.ACCEPTED], columns[DraftColumn.CONTEXT]
     if inputs.shifts is not None:
         accepted = accepted + rows.accepted.index_select(0, columns[DraftColumn.SHIFT]).int()
-    counts, places = columns[DraftColumn.DRAFTED], columns[DraftColumn.PLACE]
+    counts, draft_slots = columns[DraftColumn.DRAFTED], columns[DraftColumn.DRAFT_SLOT]
     return StateTensors(
         ops.StateSaves(columns[DraftColumn.SAVE_SLOT], columns[DraftColumn.SAVE_AFTER]),
-        ops.StateDrafts(states.draft_conv, states.draft_rule, places, accepted, counts, inputs.has_drafts),
+        ops.StateDrafts(states.draft_conv, states.draft_rule, draft_slots, accepted, counts, inputs.has_drafts),
         replace(attention, query_start=inputs.state_starts, context=context),
     )

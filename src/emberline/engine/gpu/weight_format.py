@@ -53,7 +53,7 @@ def open_device_weights(
 def name_weight_format(weights: Weights, settings: EngineConfig) -> str:
     """Return plain, packed or both; with quantised matrices their format, such as int4 or int4+packed."""
     form = "both" if settings.gpu.weights == "both" else "packed" if weights.packed else "plain"
-    if not weights.narrow_sizes:
+    if not weights.quantised_sizes:
         return form
     narrow = settings.gpu.online_format or "quantised"
     return narrow if form == "plain" else f"{narrow}+{form}"

@@ -10,7 +10,7 @@ import torch
 from emberline.kernels import ops
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 from emberline.models.decoder import DecoderModel
-from emberline.models.narrow_weights import allocate_like
+from emberline.models.pending_weights import allocate_like
 
 
 def make_zero_weight_model(model: DecoderModel) -> DecoderModel:

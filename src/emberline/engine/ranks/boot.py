@@ -15,14 +15,14 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed, ModelError
 from emberline.core.freememory import free_memory
 from emberline.engine.boot_checks import check_cpu_settings, check_host_memory
-from emberline.engine.boot_parts import (
+from emberline.engine.engine import Engine
+from emberline.engine.engine_components import (
     make_grammar_compiler,
     make_host_tier,
     make_tiers,
     max_kv_tokens,
     open_transfer_endpoint,
 )
-from emberline.engine.engine import Engine
 from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.rank_summary import RankSummary
 from emberline.engine.ranks.control import (
@@ -40,7 +40,7 @@ from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup, LeaderRunner, PipelineLeaderRunner
 from emberline.engine.ranks.node_listener import NodeLauncher
-from emberline.engine.ranks.rank_part import RankPart
+from emberline.engine.ranks.rank_model import RankModel
 from emberline.engine.ranks.settings import (
     check_divisible,
     check_rank_settings,
@@ -61,13 +61,13 @@ from emberline.models.weight_dtype import stored_weight_format
 from emberline.models.weight_form import choose_weight_form
 
 
-class LoadedPart(Protocol):
-    """A rank's part of a model: RankPart or DevicePart."""
+class LoadedRankModel(Protocol):
+    """A rank's part of a model: RankModel or DeviceRankModel."""
 
     def describe(self) -> RankLoaded: ...
 
 
-PartT = TypeVar("PartT", bound=LoadedPart)
+RankModelT = TypeVar("RankModelT", bound=LoadedRankModel)
 
 
 def boot_ranks(
@@ -85,7 +85,7 @@ def boot_ranks(
     if config.parallel.nodes > 1:
         config = replace(config, transfer=None)  # KV transfers are optional here, and need memory that ranks share
     began = time.perf_counter()
-    layout = Layout.of(config.parallel)
+    layout = Layout.from_config(config.parallel)
     model = ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
     check_transfer(config, model)
     check_divisible(layout, model)
@@ -96,12 +96,14 @@ def boot_ranks(
     with closing_on_error(group):
         wait_for_start(group, config)
         started = time.perf_counter()
-        part, parts = load_parts(group, lambda: RankPart.load(config, layout, layout.leader, group.connect))
+        rank_model, reports = load_rank_models(
+            group, lambda: RankModel.load(config, layout, layout.leader, group.connect)
+        )
         loaded = time.perf_counter()
         kv_bytes = default_kv_bytes or (free_memory() - config.tiers.kv_host_memory) // 2
-        kv_bytes = group.limit_kv_bytes(kv_bytes, parts)
-        num_blocks, num_slots = plan_caches(config, part, parts.values(), kv_bytes)
-        engine = _allocate_caches(config, group, model, part, num_blocks, num_slots)
+        kv_bytes = group.limit_kv_bytes(kv_bytes, reports)
+        num_blocks, num_slots = plan_caches(config, rank_model, reports.values(), kv_bytes)
+        engine = _allocate_caches(config, group, model, rank_model, num_blocks, num_slots)
     seconds = {
         "stages": measured - began,
         "ranks": started - measured,
@@ -110,26 +112,28 @@ def boot_ranks(
     }
     sizes = num_blocks, num_slots, config.scheduler.max_running
     summaries = tuple(
-        _summarise_rank(layout, rank, parts[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(parts)
+        _summarise_rank(layout, rank, reports[rank], *sizes, cost_shares[rank // layout.tp]) for rank in sorted(reports)
     )
-    return _describe_engine(config, engine, part, summaries, seconds)
+    return _describe_engine(config, engine, rank_model, summaries, seconds)
 
 
 def _allocate_caches(
-    config: EngineConfig, group: RankGroup, model: ModelConfig, part: RankPart, num_blocks: int, num_slots: int
+    config: EngineConfig, group: RankGroup, model: ModelConfig, rank_model: RankModel, num_blocks: int, num_slots: int
 ) -> Engine:
     """Let all ranks allocate their caches, and return the engine.
 
-    `model`: config of the undivided model. `part`: the leader's part of it."""
+    `model`: config of the undivided model. `rank_model`: the leader's part of it."""
     layout = group.layout
-    caches = share_caches(config, group.memory, layout, model, part, num_blocks)
-    host, buffers = make_shared_host_tier(config, group.memory, part.share.whole.block_bytes, part.share.pages_per_slot)
+    caches = share_caches(config, group.memory, layout, model, rank_model, num_blocks)
+    host, buffers = make_shared_host_tier(
+        config, group.memory, rank_model.share.whole.block_bytes, rank_model.share.pages_per_slot
+    )
     offsets, area = {} if caches is None else caches.offsets, None if buffers is None else buffers.area
     group.send(AllocateCaches(num_blocks, num_slots, cache_offsets=offsets, host_buffers=area))
-    part.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
+    rank_model.allocate(num_blocks, num_slots, None if caches is None else caches.regions[layout.leader])
     group.wait_for(RankReady)
     group.is_ready = True
-    return make_engine(config, group, part, num_slots, caches, host, buffers)
+    return make_engine(config, group, rank_model, num_slots, caches, host, buffers)
 
 
 @contextmanager
@@ -151,21 +155,21 @@ def wait_for_start(group: RankGroup, config: EngineConfig) -> None:
     check_started(group.wait_for(RankStarted), digest_settings(config, layout), layout)
 
 
-def load_parts(
-    group: RankGroup, load: Callable[[], PartT], memory: GPUMemoryBudget | None = None
-) -> tuple[PartT, dict[int, RankLoaded]]:
+def load_rank_models(
+    group: RankGroup, load: Callable[[], RankModelT], memory: GPUMemoryBudget | None = None
+) -> tuple[RankModelT, dict[int, RankLoaded]]:
     """Let all ranks load their parts of the model; return the leader's part, and the report of every rank.
 
     `load`: loads the leader's part. `memory`: budget of each GPU; None: no other model uses the GPUs."""
     layout = group.layout
     group.send(ConnectRanks(memory))
     try:
-        part = load()
+        rank_model = load()
     except RankLost as error:
-        raise group.explain(error) from error
-    reports = {**group.wait_for(RankLoaded), layout.leader: part.describe()}
+        raise group.end_with_error(error) from error
+    reports = {**group.wait_for(RankLoaded), layout.leader: rank_model.describe()}
     check_same_model(reports, layout)
-    return part, reports
+    return rank_model, reports
 
 
 def check_started(reports: dict[int, RankStarted], settings: str, layout: Layout) -> None:
@@ -179,33 +183,33 @@ def check_started(reports: dict[int, RankStarted], settings: str, layout: Layout
                 )
 
 
-def check_same_model(parts: dict[int, RankLoaded], layout: Layout) -> None:
+def check_same_model(reports: dict[int, RankLoaded], layout: Layout) -> None:
     """Raise ModelError if a rank has loaded a part of another model than the leader."""
-    ours = parts[layout.leader].fingerprint
-    for rank, part in parts.items():
-        if part.fingerprint != ours:
+    ours = reports[layout.leader].fingerprint
+    for rank, report in reports.items():
+        if report.fingerprint != ours:
             raise ModelError(
-                f"{layout.describe(rank)} has a checkpoint with the fingerprint {part.fingerprint}, "
+                f"{layout.describe(rank)} has a checkpoint with the fingerprint {report.fingerprint}, "
                 f"and the leader one with {ours}",
                 hint="use the same checkpoint on all nodes, and do not change it while the ranks start",
             )
 
 
 def plan_caches(
-    config: EngineConfig, leader: RankPart, parts: Iterable[RankLoaded], default_kv_bytes: int | None
+    config: EngineConfig, leader: RankModel, reports: Iterable[RankLoaded], default_kv_bytes: int | None
 ) -> tuple[int, int]:
     """Return the number of KV blocks and of slots for recurrent states, which are the same on all ranks.
 
     The setting kv_memory is the memory of each rank. Without it, the ranks of a node share `default_kv_bytes`, or half
     of the free memory if that is None. Raises ModelError if the memory is too small for a rank's part of the cache."""
-    parts = list(parts)
+    reports = list(reports)
     num_local = config.parallel.num_ranks // config.parallel.nodes
     memory_bytes = config.kv_cache.kv_memory or (default_kv_bytes or free_memory() // 2) // num_local
     max_running = config.scheduler.max_running
     num_slots = min(
         (
             count_state_slots(p.slot_bytes, memory_bytes, max_running, draft_bytes=p.draft_bytes)
-            for p in parts
+            for p in reports
             if p.slot_bytes
         ),
         default=0,
@@ -213,33 +217,38 @@ def plan_caches(
     num_groups, block_size = len(leader.groups.windows), config.scheduler.block_size
     most = -(-max_kv_tokens(config, leader.model.context) // block_size) * num_groups
     fitting = min(
-        (memory_bytes - _state_bytes(p, num_slots, max_running)) // p.block_bytes for p in parts if p.block_bytes
+        (memory_bytes - _state_bytes(p, num_slots, max_running)) // p.block_bytes for p in reports if p.block_bytes
     )
     if fitting < (least := 2 * num_groups):
         raise ModelError(
             f"the KV cache of a rank has {memory_bytes} bytes, enough for {max(0, fitting)} blocks of "
-            f"{max(p.block_bytes for p in parts)} bytes; at least {least} blocks are needed",
+            f"{max(p.block_bytes for p in reports)} bytes; at least {least} blocks are needed",
             hint="raise --kv-memory",
         )
     return min(fitting, most), num_slots
 
 
-def _state_bytes(part: RankLoaded, num_slots: int, max_running: int) -> int:
+def _state_bytes(report: RankLoaded, num_slots: int, max_running: int) -> int:
     """Return the memory of a rank's recurrent states."""
-    return num_slots * part.slot_bytes + min(num_slots, max_running) * part.draft_bytes
+    return num_slots * report.slot_bytes + min(num_slots, max_running) * report.draft_bytes
 
 
 def share_caches(
-    config: EngineConfig, memory: GroupMemory, layout: Layout, model: ModelConfig, part: RankPart, num_blocks: int
+    config: EngineConfig,
+    memory: GroupMemory,
+    layout: Layout,
+    model: ModelConfig,
+    rank_model: RankModel,
+    num_blocks: int,
 ) -> SharedCaches | None:
     """Return shared memory for the ranks' KV caches; None: the engine exchanges no blocks with other engines.
 
-    `model`: config of the undivided model. `part`: the leader's part of it."""
+    `model`: config of the undivided model. `rank_model`: the leader's part of it."""
     if config.transfer is None or transfer_obstacle(config, model):
         return None
-    shape = replace(part.kv_shape, layers=part.groups.block_layers, kv_heads=model.kv_heads)
-    whole = shape.layout(part.model.fingerprint, groups=part.groups.name)
-    return SharedCaches.allocate(memory, layout, model, part.groups, whole, num_blocks)
+    shape = replace(rank_model.kv_shape, layers=rank_model.groups.block_layers, kv_heads=model.kv_heads)
+    whole = shape.layout(rank_model.model.fingerprint, groups=rank_model.groups.name)
+    return SharedCaches.allocate(memory, layout, model, rank_model.groups, whole, num_blocks)
 
 
 def make_shared_host_tier(
@@ -264,56 +273,68 @@ def make_shared_host_tier(
 def make_engine(
     config: EngineConfig,
     group: FollowerGroup,
-    part: RankPart,
+    rank_model: RankModel,
     num_slots: int,
     caches: SharedCaches | None = None,
     host: HostTier | None = None,
     buffers: HostBuffers | None = None,
 ) -> Engine:
-    """Return the engine of a group. `part`: the leader's part of the model.
+    """Return the engine of a group. `rank_model`: the leader's part of the model.
 
     `num_slots`: slots for recurrent states on every rank. `caches`: the caches of all ranks; None: no blocks are
     exchanged with other engines. `host`, `buffers`: the results of `make_shared_host_tier`."""
-    model, steps, share = part.model.config, StepCounter(), part.share
+    model, steps, share = rank_model.model.config, StepCounter(), rank_model.share
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineLeaderRunner if group.layout.pp > 1 else LeaderRunner
-    runner = runner_class(group, part, frozenset(model.eos), make_compiler, num_slots, steps, buffers)
+    runner = runner_class(group, rank_model, frozenset(model.eos), make_compiler, num_slots, steps, buffers)
     library, endpoint, tiers = ops.current_backend().library, None, None
     if host is not None:
         whole = share.whole.block_bytes, share.whole.dtype
         tiers = make_tiers(config, runner.layout, *whole, library, host, share.pages_per_slot)
     if config.transfer is not None and caches is not None:
-        region = caches.make_region(part.groups, steps)
+        region = caches.make_region(rank_model.groups, steps)
         endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
     drafter = make_drafter(config.speculation, lambda: library)
-    scheduler = config.scheduler.for_model(part.model.context)
+    scheduler = config.scheduler.for_model(rank_model.model.context)
     return Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint, drafter=drafter)
 
 
 def _summarise_rank(
-    layout: Layout, rank: int, part: RankLoaded, num_blocks: int, num_slots: int, max_running: int, cost_share: float
+    layout: Layout, rank: int, report: RankLoaded, num_blocks: int, num_slots: int, max_running: int, cost_share: float
 ) -> RankSummary:
-    kv_bytes = num_blocks * part.block_bytes + _state_bytes(part, num_slots, max_running)
-    return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, part.weight_bytes, kv_bytes, cost_share)
+    kv_bytes = num_blocks * report.block_bytes + _state_bytes(report, num_slots, max_running)
+    return RankSummary(
+        rank, rank // layout.tp, rank % layout.tp, report.layers, report.weight_bytes, kv_bytes, cost_share
+    )
 
 
 def _describe_engine(
-    config: EngineConfig, engine: Engine, part: RankPart, ranks: tuple[RankSummary, ...], seconds: dict[str, float]
+    config: EngineConfig,
+    engine: Engine,
+    rank_model: RankModel,
+    ranks: tuple[RankSummary, ...],
+    seconds: dict[str, float],
 ) -> LoadedEngine:
-    cache, checkpoint, layout = part.cache, Checkpoint.open(Path(config.model)), Layout.of(config.parallel)
+    cache, checkpoint, layout = (
+        rank_model.cache,
+        Checkpoint.open(Path(config.model)),
+        Layout.from_config(config.parallel),
+    )
     form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
     return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=layout.num_caches * (cache.num_blocks // len(part.groups.windows)) * config.scheduler.block_size,
+        kv_tokens=layout.num_caches
+        * (cache.num_blocks // len(rank_model.groups.windows))
+        * config.scheduler.block_size,
         weight_bytes=sum(each.weight_bytes for each in ranks),
         kv_bytes=sum(each.kv_bytes for each in ranks),
         kernels=str(ops.current_backend()),
         seconds=seconds,
         device="cpu",
         kv_dtype=dtype_name(cache.shape.dtype),
-        numerics=numerics_of(part.model, cache, form, "cpu", layout.numerics_name),
+        numerics=numerics_of(rank_model.model, cache, form, "cpu", layout.numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
-        full_context=full_context(part.model),
+        full_context=full_context(rank_model.model),
         ranks=ranks,
     )

@@ -13,7 +13,7 @@ import msgspec
 from emberline.core.engine_config import EngineConfig
 from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.messages import Rejection
-from emberline.engine.ranks.buffer_parts import BufferParts
+from emberline.engine.ranks.block_buffer_layout import BlockBufferLayout
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.rank_commands import ProductChoices
 from emberline.kernels.comm.rendezvous import Rendezvous
@@ -100,7 +100,9 @@ class AllocateCaches(msgspec.Struct, tag=True):
     cache_offsets: dict[int, int] = {}  # by rank: where its KV cache is in the group's memory; empty: not shared
     host_buffers: BufferArea | None = None  # None: there are no KV tiers
     transfer_slots: BufferArea | None = None  # on GPUs: for DeviceGroupRegion; None: no blocks are exchanged
-    buffer_parts: BufferParts | None = None  # the division of `host_buffers` among GPUs; None: they have whole blocks
+    buffer_parts: BlockBufferLayout | None = (
+        None  # the division of `host_buffers` among GPUs; None: they have whole blocks
+    )
     draft_model: DraftModelSummary | None = (
         None  # on GPUs: the leader's, whose drafts all ranks verify; None: it has none
     )

@@ -12,7 +12,7 @@ import msgspec
 
 from emberline.core.plan import BlockCopy
 
-COPIES_MARK = b"\xc1"  # MessagePack does not use this byte, so no encoded work begins with it
+COPIES_MESSAGE_TAG = b"\xc1"  # MessagePack does not use this byte, so no encoded work begins with it
 
 
 class EncodedCopies(msgspec.Struct, array_like=True):
@@ -30,7 +30,7 @@ _DECODER = msgspec.msgpack.Decoder(EncodedCopies)
 
 def is_copies(message: bytes) -> bool:
     """Return whether a message of the ring has copies of KV blocks."""
-    return message.startswith(COPIES_MARK)
+    return message.startswith(COPIES_MESSAGE_TAG)
 
 
 def encode_copies(
@@ -41,17 +41,17 @@ def encode_copies(
     columns = array("q", [each.block for each in copies])
     columns.extend(buffer_number(each.buffer) for each in copies)
     columns.extend(each.group for each in copies)
-    columns.extend(each.home for each in copies)
-    return COPIES_MARK + _ENCODER.encode(EncodedCopies(len(saves), columns.tobytes()))
+    columns.extend(each.dp_rank for each in copies)
+    return COPIES_MESSAGE_TAG + _ENCODER.encode(EncodedCopies(len(saves), columns.tobytes()))
 
 
 def decode_copies(message: bytes, find_buffer: Callable[[int], memoryview]) -> tuple[list[BlockCopy], list[BlockCopy]]:
     """Return the saves and the loads of a message, with empty block hashes.
 
     `find_buffer`: returns the buffer with this number."""
-    encoded = _DECODER.decode(message[len(COPIES_MARK) :])
+    encoded = _DECODER.decode(message[len(COPIES_MESSAGE_TAG) :])
     columns = array("q", encoded.columns).tolist()
     count = len(columns) // 4
     rows = zip(*(columns[i * count : (i + 1) * count] for i in range(4)), strict=True)
-    copies = [BlockCopy(block, b"", find_buffer(number), group, home) for block, number, group, home in rows]
+    copies = [BlockCopy(block, b"", find_buffer(number), group, dp_rank) for block, number, group, dp_rank in rows]
     return copies[: encoded.num_saves], copies[encoded.num_saves :]

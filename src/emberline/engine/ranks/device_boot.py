@@ -14,17 +14,17 @@ import torch
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed
 from emberline.engine.boot_checks import check_host_memory
-from emberline.engine.boot_parts import make_grammar_compiler, open_transfer_endpoint
 from emberline.engine.engine import Engine
+from emberline.engine.engine_components import make_grammar_compiler, open_transfer_endpoint
 from emberline.engine.gpu.boot import capture_first_shapes
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.loaded_engine import LoadedEngine, dtype_name, full_context, numerics_of
 from emberline.engine.rank_summary import RankSummary
-from emberline.engine.ranks.boot import closing_on_error, load_parts, wait_for_start
+from emberline.engine.ranks.boot import closing_on_error, load_rank_models, wait_for_start
 from emberline.engine.ranks.control import GPUMemoryBudget, RankLoaded, RankReady
 from emberline.engine.ranks.device_experts import describe_expert_forms
 from emberline.engine.ranks.device_leader import DeviceLeaderRunner, PipelineDeviceLeaderRunner
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.device_region import allocate_transfer_slots, make_group_region
 from emberline.engine.ranks.device_settings import check_device_drafts, check_device_settings
 from emberline.engine.ranks.device_tiers import DeviceHostTier, describe_caches
@@ -59,7 +59,7 @@ def boot_device_ranks(config: EngineConfig, launcher: NodeLauncher | None = None
     `config`: the result of `EngineConfig.with_gpu_defaults`. `launcher`: what has started the other nodes; it is closed
     with the engine."""
     began = time.perf_counter()
-    division = DeviceDivision.of(config)
+    division = DeviceDivision.from_config(config)
     group = RankGroup(division.config, division.layout, launcher=launcher)
     with closing_on_error(group):
         wait_for_start(group, division.config)
@@ -89,7 +89,7 @@ class DeviceDivision:
     model: ModelConfig  # of the undivided model
 
     @staticmethod
-    def of(config: EngineConfig) -> DeviceDivision:
+    def from_config(config: EngineConfig) -> DeviceDivision:
         """Return the division that the settings ask for. Raises EmberlineError if settings or model are not usable.
 
         `config`: see `boot_device_ranks`."""
@@ -115,47 +115,51 @@ class DeviceDivision:
         config, layout, model = self.config, self.layout, self.model
         began = time.perf_counter()
 
-        def load_own() -> DevicePart:
-            part = DevicePart.load(config, layout, layout.leader, group.connect, memory)
-            for each in part.connections.all:
+        def load_own() -> DeviceRankModel:
+            rank_model = DeviceRankModel.load(config, layout, layout.leader, group.connect, memory)
+            for each in rank_model.connections.all:
                 group.watch(each.group)
-            return part
+            return rank_model
 
-        part, parts = load_parts(group, load_own, memory)
-        check_same_devices(parts, layout)
+        rank_model, reports = load_rank_models(group, load_own, memory)
+        check_same_devices(reports, layout)
         planned = time.perf_counter()
-        num_blocks, num_slots = plan_device_caches(parts.values())
-        part.planned.tune_matrix_products()
-        host = DeviceHostTier.make(config, group.memory, layout, model.kv_heads, parts)
-        whole = part.describe_whole_blocks(model, "")
+        num_blocks, num_slots = plan_device_caches(reports.values())
+        rank_model.planned.tune_matrix_products()
+        host = DeviceHostTier.make(config, group.memory, layout, model.kv_heads, reports)
+        whole = rank_model.describe_whole_blocks(model, "")
         slots = allocate_transfer_slots(config, group.memory, layout, whole)
-        group.send(describe_caches(num_blocks, num_slots, host, slots, part.planned.draft_summary))
-        seconds = allocate_leader(config, layout.leader, part, num_blocks, num_slots, host)
+        group.send(describe_caches(num_blocks, num_slots, host, slots, rank_model.planned.draft_summary))
+        seconds = allocate_leader(config, layout.leader, rank_model, num_blocks, num_slots, host)
         ready = group.wait_for(RankReady)
-        check_same_forms(describe_expert_forms(part.runner.model), ready, layout)
+        check_same_forms(describe_expert_forms(rank_model.runner.model), ready, layout)
         group.is_ready = True
         loaded = time.perf_counter()
-        engine = make_device_engine(config, group, part, model, host, slots)
-        seconds["capture"] = capture_first_shapes(part.runner, config.scheduler.for_model(part.runner.model.context))
+        engine = make_device_engine(config, group, rank_model, model, host, slots)
+        seconds["capture"] = capture_first_shapes(
+            rank_model.runner, config.scheduler.for_model(rank_model.runner.model.context)
+        )
         gc.freeze()  # as on one GPU: objects of the start are permanent
         seconds = {"plan": planned - began, "load": loaded - planned, **seconds}
         weights = {rank: report.weight_bytes for rank, report in ready.items()}
-        draft = part.planned.draft
-        weights[layout.leader] = part.runner.model.weight_bytes + (0 if draft is None else draft.weight_bytes)
-        ranks = tuple(_summarise_rank(layout, rank, parts[rank], weights[rank], part.runner) for rank in sorted(parts))
-        blocks = {rank: num_blocks * (each.block_bytes + each.draft_block_bytes) for rank, each in parts.items()}
-        nbytes = max(each.fixed_bytes + blocks[rank] for rank, each in parts.items())
-        return LoadedDeviceRanks(_describe_engine(config, engine, part, ranks, seconds), nbytes)
+        draft = rank_model.planned.draft
+        weights[layout.leader] = rank_model.runner.model.weight_bytes + (0 if draft is None else draft.weight_bytes)
+        ranks = tuple(
+            _summarise_rank(layout, rank, reports[rank], weights[rank], rank_model.runner) for rank in sorted(reports)
+        )
+        blocks = {rank: num_blocks * (each.block_bytes + each.draft_block_bytes) for rank, each in reports.items()}
+        nbytes = max(each.fixed_bytes + blocks[rank] for rank, each in reports.items())
+        return LoadedDeviceRanks(_describe_engine(config, engine, rank_model, ranks, seconds), nbytes)
 
 
-def check_same_devices(parts: dict[int, RankLoaded], layout: Layout) -> None:
+def check_same_devices(reports: dict[int, RankLoaded], layout: Layout) -> None:
     """Raise EngineFailed if a rank has another kind of GPU than the leader.
 
     Kernels of another GPU may round differently, so that ranks choose different experts for a token, for example."""
-    ours = parts[layout.leader].device_name
-    for rank, part in parts.items():
-        if part.device_name != ours:
-            message = f"{layout.describe(rank)} has the GPU {part.device_name}, and the leader has {ours}"
+    ours = reports[layout.leader].device_name
+    for rank, report in reports.items():
+        if report.device_name != ours:
+            message = f"{layout.describe(rank)} has the GPU {report.device_name}, and the leader has {ours}"
             raise EngineFailed(message, hint="choose GPUs of one kind with CUDA_VISIBLE_DEVICES")
 
 
@@ -169,68 +173,76 @@ def check_same_forms(ours: str, ready: Mapping[int, RankReady], layout: Layout) 
             raise EngineFailed(f"{message}, so they cannot move between GPUs", hint="drop --redundant-experts")
 
 
-def plan_device_caches(parts: Iterable[RankLoaded]) -> tuple[int, int]:
+def plan_device_caches(reports: Iterable[RankLoaded]) -> tuple[int, int]:
     """Return the number of KV blocks and of slots for recurrent states, which fit on all ranks."""
-    parts = list(parts)
-    num_slots = min((part.max_slots for part in parts if part.slot_bytes), default=0)
-    return min(part.max_blocks for part in parts), num_slots
+    reports = list(reports)
+    num_slots = min((report.max_slots for report in reports if report.slot_bytes), default=0)
+    return min(report.max_blocks for report in reports), num_slots
 
 
 def allocate_leader(
     config: EngineConfig,
     rank: int,
-    part: DevicePart,
+    rank_model: DeviceRankModel,
     num_blocks: int,
     num_slots: int,
     host: DeviceHostTier | None = None,
 ) -> dict[str, float]:
     """Build the runner of the leader, whose number is `rank`; return the seconds of each phase, by name."""
-    model = part.planned.model.config
+    model = rank_model.planned.model.config
     make_compiler = partial(make_grammar_compiler, Path(config.model), model)
     runner_class = PipelineDeviceLeaderRunner if config.parallel.pp > 1 else DeviceLeaderRunner
     make_state = SamplingStateFactory(frozenset(model.eos), make_compiler)
     if host is None:
-        return part.allocate(num_blocks, num_slots, make_state, runner_class)
-    seconds = part.allocate(num_blocks, num_slots, make_state, runner_class, host.parts.pages_per_slot)
-    part.attach_buffers(host.buffers, host.parts, rank)
+        return rank_model.allocate(num_blocks, num_slots, make_state, runner_class)
+    seconds = rank_model.allocate(num_blocks, num_slots, make_state, runner_class, host.buffer_layout.pages_per_slot)
+    rank_model.attach_buffers(host.buffers, host.buffer_layout, rank)
     return seconds
 
 
 def make_device_engine(
     config: EngineConfig,
     group: FollowerGroup,
-    part: DevicePart,
+    rank_model: DeviceRankModel,
     model: ModelConfig,
     host: DeviceHostTier | None = None,
     slots: HostBuffers | None = None,
 ) -> Engine:
     """Return the engine of a group whose ranks are all ready.
 
-    `part`: the leader's part of the model. `model`: config of the undivided model. `host`: the first KV tier. `slots`:
+    `rank_model`: the leader's. `model`: config of the undivided model. `host`: the first KV tier. `slots`:
     buffers for the exchange of blocks with other engines."""
-    runner = part.runner
+    runner = rank_model.runner
     assert isinstance(runner, DeviceLeaderRunner)
-    runner.lead(group, part, host)
+    runner.lead_group(group, rank_model, host)
     tiers = None if host is None else host.make_tiers(config, runner, runner.cache.shape.dtype)
     scheduler = config.scheduler.for_model(runner.model.context)
     drafter = make_drafter(config.speculation, find_library, scheduler.max_running, continues_on_device=True)
     endpoint = None
     if config.transfer is not None and slots is not None:
-        region, library = make_group_region(group, model, part, slots), ops.start_backend(threads=1).library
+        region, library = make_group_region(group, model, rank_model, slots), ops.start_backend(threads=1).library
         endpoint = open_transfer_endpoint(config, config.transfer, region, None, library)
     return Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint, drafter=drafter)
 
 
-def _summarise_rank(layout: Layout, rank: int, part: RankLoaded, weight_bytes: int, leader: GPURunner) -> RankSummary:
-    block_bytes = part.block_bytes + part.draft_block_bytes
-    kv_bytes = leader.num_blocks * block_bytes + leader.num_state_slots * part.slot_bytes
-    return RankSummary(rank, rank // layout.tp, rank % layout.tp, part.layers, weight_bytes, kv_bytes)
+def _summarise_rank(layout: Layout, rank: int, report: RankLoaded, weight_bytes: int, leader: GPURunner) -> RankSummary:
+    block_bytes = report.block_bytes + report.draft_block_bytes
+    kv_bytes = leader.num_blocks * block_bytes + leader.num_state_slots * report.slot_bytes
+    return RankSummary(rank, rank // layout.tp, rank % layout.tp, report.layers, weight_bytes, kv_bytes)
 
 
 def _describe_engine(
-    config: EngineConfig, engine: Engine, part: DevicePart, ranks: tuple[RankSummary, ...], seconds: dict[str, float]
+    config: EngineConfig,
+    engine: Engine,
+    rank_model: DeviceRankModel,
+    ranks: tuple[RankSummary, ...],
+    seconds: dict[str, float],
 ) -> LoadedEngine:
-    runner, kernels, checkpoint = part.runner, ops.selected_gpu_kernels().name, Checkpoint.open(Path(config.model))
+    runner, kernels, checkpoint = (
+        rank_model.runner,
+        ops.selected_gpu_kernels().name,
+        Checkpoint.open(Path(config.model)),
+    )
     device = "cuda-portable" if kernels == "portable" else "cuda"  # their kernels round differently
     layout = Layout.of_gpus(config.parallel)
     return LoadedEngine(
@@ -243,7 +255,7 @@ def _describe_engine(
         seconds=seconds,
         device="cuda",
         kv_dtype=dtype_name(runner.cache.shape.dtype),
-        numerics=numerics_of(runner.model, runner.cache, part.weight_format, device, layout.numerics_name),
+        numerics=numerics_of(runner.model, runner.cache, rank_model.weight_format, device, layout.numerics_name),
         stored_dtype=stored_weight_format(checkpoint),
         full_context=full_context(runner.model),
         ranks=ranks,

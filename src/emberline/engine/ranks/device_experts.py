@@ -19,12 +19,12 @@ from emberline.core.errors import UnsupportedModel
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.kernels.comm.communicator import Communicator
-from emberline.kernels.cuda.narrow_layout import NarrowWeight, use_common_factor
+from emberline.kernels.cuda.narrow_layout import FourBitWeight, use_common_factor
 from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import StackedExperts
 from emberline.kernels.packed_weight import PackedExperts
 from emberline.models.decoder import DecoderModel
-from emberline.models.expert_placement import EMPTY, Placement
+from emberline.models.expert_placement import EMPTY_SLOT, Placement
 from emberline.models.sleep import iter_instances
 
 PIECE_BYTES = 16 << 20  # sent at a time, which limits the memory for received weights
@@ -48,7 +48,7 @@ def list_transfers(before: Placement, after: Placement) -> list[ExpertTransfer]:
         ExpertTransfer(first[expert], (group, place))
         for group, experts in enumerate(after)
         for place, expert in enumerate(experts)
-        if expert not in (EMPTY, before[group][place])
+        if expert not in (EMPTY_SLOT, before[group][place])
     ]
 
 
@@ -88,7 +88,7 @@ def prepare_movable_experts(model: DecoderModel) -> None:
         experts = network.mixture.experts
         assert isinstance(experts, StackedExperts)
         for matrices in (experts.gate_up, experts.down):
-            if isinstance(matrices, PackedExperts) and isinstance(matrices.handle, NarrowWeight):
+            if isinstance(matrices, PackedExperts) and isinstance(matrices.handle, FourBitWeight):
                 if (found := use_common_factor(matrices.handle)) is None:
                     message = f"redundant_experts is set, but scales of the experts of layer {layer} differ too much"
                     raise UnsupportedModel(f"{message} to move experts between GPUs", hint="drop --redundant-experts")
@@ -125,7 +125,7 @@ def move_weights(
     kept: list[tuple[int, list[Tensor]]] = []
     for transfer, is_kept in order_transfers(transfers):
         group, place = transfer.target
-        is_target = slots.own.start == group * slots.per_group
+        is_target = slots.local_slots.start == group * slots.per_group
         received = [_exchange(tensor, transfer, slots, comm, to_host=is_kept) for tensor in tensors]
         if is_kept and is_target:
             kept.append((place, received))

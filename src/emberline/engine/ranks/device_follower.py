@@ -16,9 +16,9 @@ from emberline.engine.ranks.copy_codec import decode_copies, is_copies
 from emberline.engine.ranks.device_experts import move_device_experts
 from emberline.engine.ranks.expert_moves import decode_moves
 from emberline.engine.ranks.host_buffers import HostBuffers
-from emberline.engine.ranks.part_transfers import PartTransfers
 from emberline.engine.ranks.piece_codec import is_piece_request
 from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, SLEEP, WAKE, decode_products
+from emberline.engine.ranks.rank_transfers import RankTransfers
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops, tuning
 
@@ -33,7 +33,7 @@ class DeviceFollower:
         num_plans: int = 1,
         buffers: HostBuffers | None = None,
         on_copied: Callable[[], None] = lambda: None,
-        transfers: PartTransfers | None = None,
+        transfers: RankTransfers | None = None,
         report: Callable[[RankAsleep | RankAwake], None] = lambda message: None,
     ) -> None:
         """`num_plans`: the number of steps over which the leader remembers requests.

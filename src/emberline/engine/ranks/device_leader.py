@@ -13,10 +13,10 @@ from emberline.engine.gpu.swap import RunnerMemory
 from emberline.engine.ranks.control import RankAsleep, RankAwake
 from emberline.engine.ranks.copy_codec import encode_copies
 from emberline.engine.ranks.device_experts import move_device_experts
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.device_tiers import DeviceHostTier
 from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
-from emberline.engine.ranks.leader import FollowerGroup, ending_group
+from emberline.engine.ranks.leader import FollowerGroup, ending_group_on_error
 from emberline.engine.ranks.leader_experts import LeaderExperts
 from emberline.engine.ranks.rank_commands import PREPARE_NEXT, RUN_UNCAPTURED, SLEEP, WAKE, encode_products
 from emberline.engine.ranks.work_codec import WorkEncoder
@@ -33,24 +33,24 @@ Result = TypeVar("Result")
 class DeviceLeaderRunner(GPURunner):
     """Publishes the work of each step, then launches the leader's part and samples.
 
-    Until `lead` is called, the runner computes the leader's part without the other ranks, to try its kernels."""
+    Until `lead_group` is called, the runner computes the leader's part without the other ranks, to try its kernels."""
 
     _group: FollowerGroup | None = None
     _host: DeviceHostTier | None = None
-    num_caches = 1  # see DataParallelRunner; set by `lead`
+    num_caches = 1  # see DataParallelRunner; set by `lead_group`
     experts: LeaderExperts | None = None  # None: experts stay where they are, and their rows are not counted
 
-    def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
+    def lead_group(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
         """Compute steps together with the ranks of `group` from now on.
 
-        `part`: the leader's part of the model, which has this runner. `host`: the first KV tier; None: there are none.
+        `rank_model`: the leader's, which has this runner. `host`: the first KV tier; None: there are none.
         """
-        self._group, self._part, self._host = group, part, host
+        self._group, self._rank_model, self._host = group, rank_model, host
         self.num_caches = group.layout.num_caches
         self._encoder, self._num_published = WorkEncoder(group.layout.pp), 0
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
         self._memory = RunnerMemory(self)
-        self._side_stream = part.planned.device.new_stream()
+        self._side_stream = rank_model.planned.device.new_stream()
         self._movable = {i: each.movable for i, each in self.model.movable_layers.items() if each.movable is not None}
         if self._movable:
             self.experts = LeaderExperts(self._movable, group.layout, update_loads=self._update_loads)
@@ -72,14 +72,14 @@ class DeviceLeaderRunner(GPURunner):
         count = self._num_published
         self._encoder.forget(plan.ended_ids)
         self._cleared += [block for w in plan.work for block in w.cleared_blocks]
-        with ending_group(group):
+        with ending_group_on_error(group):
             finish = super().launch(plan)
         is_published = self._num_published > count
 
         def finish_step() -> StepResult:
-            with ending_group(group):
+            with ending_group_on_error(group):
                 result = finish()
-                self._part.check_connections()
+                self._rank_model.check_connections()
             if is_published:
                 group.finish_step()
                 ops.mark_progress()  # captured steps do not call it themselves
@@ -149,7 +149,7 @@ class DeviceLeaderRunner(GPURunner):
     def _run_on_all_ranks(self, message: bytes, run: Callable[[], Result]) -> Result:
         if (group := self._group) is None:
             return run()
-        with ending_group(group):
+        with ending_group_on_error(group):
             self._publish(message)
             result = run()
         group.finish_step()
@@ -170,27 +170,27 @@ class DeviceLeaderRunner(GPURunner):
         return self._change_memory(WAKE, self._memory.restore, RankAwake, "wake its part of the model")
 
     def _change_memory(
-        self, message: bytes, change_own: Callable[[], int], report: type[RankAsleep] | type[RankAwake], what: str
+        self, message: bytes, change_leader: Callable[[], int], report: type[RankAsleep] | type[RankAwake], what: str
     ) -> int:
         group = self._group
         assert group is not None
         group.check()
-        with ending_group(group):
+        with ending_group_on_error(group):
             group.publish_beside_steps(message)
             try:
-                copied = change_own()
+                copied = change_leader()
             except Exception as error:
                 name = group.layout.describe(group.layout.leader)
                 raise EngineFailed(f"{name} could not {what}: {type(error).__name__}: {error}") from error
             reports = group.wait_for(report, SLEEP_TIMEOUT_S)
         return copied + sum(each.copied_bytes for each in reports.values())
 
-    def share_products(self) -> None:
+    def share_kernel_choices(self) -> None:
         """Let the other ranks use the same kernels for matrix products as this process.
 
         Another model in this process may have measured further kernels since this model was loaded."""
         assert self._group is not None
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             self._group.publish_beside_steps(encode_products(tuning.list_choices()))
 
     # -- for the engine (GroupRunner) ---------------------------------------------------------------------------------
@@ -208,15 +208,15 @@ class DeviceLeaderRunner(GPURunner):
         """End the other ranks and close the connections to them."""
         if self._group is not None:
             self._group.close()
-            self._part.close()
+            self._rank_model.close()
             self._memory.close()
 
 
 class PipelineDeviceLeaderRunner(DeviceLeaderRunner):
     """The runner of an engine with several stages, which compute different steps at the same time."""
 
-    max_in_flight = 1  # set by `lead`
+    max_in_flight = 1  # set by `lead_group`
 
-    def lead(self, group: FollowerGroup, part: DevicePart, host: DeviceHostTier | None = None) -> None:
-        super().lead(group, part, host)
+    def lead_group(self, group: FollowerGroup, rank_model: DeviceRankModel, host: DeviceHostTier | None = None) -> None:
+        super().lead_group(group, rank_model, host)
         self.max_in_flight = group.layout.pp

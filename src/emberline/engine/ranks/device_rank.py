@@ -24,14 +24,14 @@ from emberline.engine.ranks.control import (
 )
 from emberline.engine.ranks.device_experts import describe_expert_forms
 from emberline.engine.ranks.device_follower import DeviceFollower, StepWaiter
-from emberline.engine.ranks.device_part import DevicePart, measure_device
+from emberline.engine.ranks.device_rank_model import DeviceRankModel, measure_device
 from emberline.engine.ranks.device_settings import check_gpu_count, order_visible_gpus
 from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS
 from emberline.engine.ranks.host_buffers import HostBuffers
-from emberline.engine.ranks.part_transfers import PartTransfers
 from emberline.engine.ranks.plan_ring import PlanReader
-from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.ranks.rank_model import ConnectRanksFunction
+from emberline.engine.ranks.rank_transfers import RankTransfers
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import tuning
 from emberline.kernels.comm.communicator import RankLost
@@ -54,15 +54,15 @@ def run_device_rank(
             message = leader.receive()
         if not isinstance(message, ConnectRanks):
             return 1
-        part = DevicePart.load(start.config, start.layout, start.rank, connect, message.memory)
-        leader.send(part.describe())
+        rank_model = DeviceRankModel.load(start.config, start.layout, start.rank, connect, message.memory)
+        leader.send(rank_model.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
         tuning.use_choices(sizes.products)
-        buffers = allocate_part(part, sizes, start.rank, memory)
+        buffers = allocate_rank_caches(rank_model, sizes, start.rank, memory)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
-        model = part.runner.model
+        model = rank_model.runner.model
         leader.send(RankReady(model.weight_bytes, describe_expert_forms(model)))
 
         def count_copies() -> None:
@@ -71,41 +71,45 @@ def run_device_rank(
         def end_process(error: BaseException) -> None:
             _end_process(leader, error)
 
-        transfers = make_part_transfers(part, sizes, start.rank, start.layout.num_ranks, memory, end_process)
-        follower = DeviceFollower(part.runner, start.layout.pp, buffers, count_copies, transfers, leader.send)
-        waiter = StepWaiter(part.check_connections, end_process)
+        transfers = make_rank_transfers(rank_model, sizes, start.rank, start.layout.num_ranks, memory, end_process)
+        follower = DeviceFollower(rank_model.runner, start.layout.pp, buffers, count_copies, transfers, leader.send)
+        waiter = StepWaiter(rank_model.check_connections, end_process)
         while (plan := reader.receive()) is not None:
             if (finish := follower.handle(plan)) is not None:
                 waiter.add(finish)
     return 0
 
 
-def allocate_part(part: DevicePart, sizes: AllocateCaches, rank: int, memory: GroupMemory) -> HostBuffers | None:
+def allocate_rank_caches(
+    rank_model: DeviceRankModel, sizes: AllocateCaches, rank: int, memory: GroupMemory
+) -> HostBuffers | None:
     """Allocate the caches of a rank other than the leader; return the buffers of the host tier, if there is one."""
-    make_state, places = SamplingStateFactory(frozenset(), None), sizes.buffer_parts
-    pages = 0 if places is None else places.pages_per_slot
-    part.allocate(sizes.num_blocks, sizes.num_slots, make_state, pages_per_slot=pages, draft_model=sizes.draft_model)
-    if sizes.host_buffers is None or places is None:
+    make_state, layout = SamplingStateFactory(frozenset(), None), sizes.buffer_parts
+    pages = 0 if layout is None else layout.pages_per_slot
+    rank_model.allocate(
+        sizes.num_blocks, sizes.num_slots, make_state, pages_per_slot=pages, draft_model=sizes.draft_model
+    )
+    if sizes.host_buffers is None or layout is None:
         return None
     buffers = HostBuffers(memory, sizes.host_buffers)
-    part.attach_buffers(buffers, places, rank)
+    rank_model.attach_buffers(buffers, layout, rank)
     return buffers
 
 
-def make_part_transfers(
-    part: DevicePart,
+def make_rank_transfers(
+    rank_model: DeviceRankModel,
     sizes: AllocateCaches,
     rank: int,
     num_ranks: int,
     memory: GroupMemory,
     on_error: Callable[[BaseException], None],
-) -> PartTransfers | None:
+) -> RankTransfers | None:
     """Return the object that copies this rank's part of KV blocks for other engines; None: no blocks are exchanged."""
     if sizes.transfer_slots is None:
         return None
-    device, slots = part.planned.device, HostBuffers(memory, sizes.transfer_slots)
-    region = make_region(part.runner, device)
-    return PartTransfers(region, device, rank, num_ranks, slots, on_error)
+    device, slots = rank_model.planned.device, HostBuffers(memory, sizes.transfer_slots)
+    region = make_region(rank_model.runner, device)
+    return RankTransfers(region, device, rank, num_ranks, slots, on_error)
 
 
 @contextmanager
@@ -122,10 +126,10 @@ def explain_gpu_error(error: RuntimeError) -> EngineFailed:
     hint = "see the server's log"
     if isinstance(error, torch.OutOfMemoryError):
         hint = "lower --gpu-memory-utilization, or end other processes that use the GPU"
-    return EngineFailed(f"GPU {name_own_gpu()} failed: {type(error).__name__}: {reason}", hint=hint)
+    return EngineFailed(f"GPU {name_current_gpu()} failed: {type(error).__name__}: {reason}", hint=hint)
 
 
-def name_own_gpu() -> str:
+def name_current_gpu() -> str:
     """Return the first entry of CUDA_VISIBLE_DEVICES, which names the GPU that this process uses."""
     return next(iter(visible_gpus() or ["0"]))
 

@@ -27,25 +27,25 @@ from emberline.core.errors import EmberlineError
 from emberline.engine import memory
 from emberline.engine.gpu.boot import make_region
 from emberline.engine.gpu.region import DeviceRegion
-from emberline.engine.ranks.device_part import DevicePart
+from emberline.engine.ranks.device_rank_model import DeviceRankModel
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader import FollowerGroup
 from emberline.engine.ranks.piece_codec import (
     FAILED,
-    PartRequest,
     PieceRequest,
+    RankPieceRequest,
     encode_piece_request,
     header_bytes,
     view_words,
 )
-from emberline.engine.ranks.shared_caches import allocate_unused_places, list_block_parts
+from emberline.engine.ranks.shared_caches import allocate_unused_layers, list_block_shards
 from emberline.kernels.comm.communicator import RankLost
-from emberline.kv.block_part import BlockPart
+from emberline.kv.block_shard import BlockShard
 from emberline.kv.tiers.base import buffer_bytes_for
 from emberline.kv.transfer.errors import TransferTimeout
-from emberline.kv.transfer.group_region import STEP_TIMEOUT_S, DividedRegion, PartOfPiece
+from emberline.kv.transfer.group_region import STEP_TIMEOUT_S, DividedRegion, RankPiece
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import BlockIds, HostRegion, Region
@@ -74,19 +74,19 @@ def allocate_transfer_slots(
 
 
 def make_group_region(
-    group: FollowerGroup, model: ModelConfig, part: DevicePart, slots: HostBuffers
+    group: FollowerGroup, model: ModelConfig, rank_model: DeviceRankModel, slots: HostBuffers
 ) -> DeviceGroupRegion:
     """Return a region with the blocks of all ranks.
 
-    `model`: config of the undivided model. `part`: the leader's part of it."""
-    runner, groups = part.runner, part.planned.groups
-    whole = part.describe_whole_blocks(model, runner.model.fingerprint)
-    parts = list_block_parts(group.layout, model, groups)
-    unused = allocate_unused_places(groups, whole, runner.num_blocks)
-    own = make_region(runner, part.planned.device)
+    `model`: config of the undivided model. `rank_model`: the leader's part of it."""
+    runner, groups = rank_model.runner, rank_model.planned.groups
+    whole = rank_model.describe_whole_blocks(model, runner.model.fingerprint)
+    parts = list_block_shards(group.layout, model, groups)
+    unused = allocate_unused_layers(groups, whole, runner.num_blocks)
+    leader_region = make_region(runner, rank_model.planned.device)
     if unused is None:
-        return DeviceGroupRegion(whole, parts, own, group, slots)
-    return DeviceGroupRegion(whole, [*parts, unused[0]], own, group, slots, unused[1])
+        return DeviceGroupRegion(whole, parts, leader_region, group, slots)
+    return DeviceGroupRegion(whole, [*parts, unused[0]], leader_region, group, slots, unused[1])
 
 
 @dataclass(slots=True)
@@ -99,23 +99,25 @@ class DeviceGroupRegion(DividedRegion):
     def __init__(
         self,
         layout: KVLayout,
-        parts: Sequence[BlockPart],
-        own: DeviceRegion,
+        parts: Sequence[BlockShard],
+        leader_region: DeviceRegion,
         group: FollowerGroup,
         slots: HostBuffers,
         unused: HostRegion | None = None,
     ) -> None:
         """`layout`: of blocks with the parts of all ranks. `parts`: the part of a block that each rank has.
 
-        `own`: the leader's cache. `slots`: buffers that all ranks share, half of them for each direction. `unused`:
-        memory for the part of a block that no layer uses (`allocate_unused_places`); that part is then the last one in
-        `parts`."""
-        super().__init__(layout, own.blocks, parts)
+        `leader_region`: the leader's cache. `slots`: buffers that all ranks share, half of them for each direction.
+        `unused`: memory for the part of a block that no layer uses (`allocate_unused_layers`); that part is then the
+        last one in `parts`."""
+        super().__init__(layout, leader_region.blocks, parts)
         self._group, self._slots, self._num_ranks = group, slots, group.layout.num_ranks
-        self._own: dict[int, Region] = {group.layout.leader: own}  # by part: the memory that this process copies
+        self._local_regions: dict[int, Region] = {
+            group.layout.leader: leader_region
+        }  # by part: the memory that this process copies
         if unused is not None:
-            self._own[self._num_ranks] = unused
-        self._leader_region, self._slot_bytes = own, slot_bytes_for(layout)
+            self._local_regions[self._num_ranks] = unused
+        self._leader_region, self._slot_bytes = leader_region, slot_bytes_for(layout)
         self._numbers, self._publish_lock = itertools.count(1), threading.Lock()
         self._out_slots, self._in_slots = SimpleQueue[TransferSlot](), SimpleQueue[TransferSlot]()
         for number in range(slots.area.count):
@@ -129,21 +131,21 @@ class DeviceGroupRegion(DividedRegion):
 
     def gather(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, out: memoryview) -> None:
         for some, data in self._split_by_layers(piece, wire_layout, out):
-            parts = list(self._divide(some, blocks, wire_layout, data, includes_copies=False))
+            rank_pieces = list(self._divide(some, blocks, wire_layout, data, includes_copies=False))
             with self._take_slot(self._out_slots) as slot:
-                places = self._place_parts(slot, parts)
-                self._copy_parts(slot, parts, places, blocks, wire_layout, is_scatter=False)
-                for part, place in zip(parts, places, strict=True):
-                    part.wire[:] = np.frombuffer(place, np.uint8).reshape(part.wire.shape)
+                buffers = self._allocate_buffers(slot, rank_pieces)
+                self._copy_pieces(slot, rank_pieces, buffers, blocks, wire_layout, is_scatter=False)
+                for rank_piece, buffer in zip(rank_pieces, buffers, strict=True):
+                    rank_piece.wire[:] = np.frombuffer(buffer, np.uint8).reshape(rank_piece.wire.shape)
 
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview) -> None:
         for some, received in self._split_by_layers(piece, wire_layout, data):
-            parts = list(self._divide(some, blocks, wire_layout, received, includes_copies=True))
+            rank_pieces = list(self._divide(some, blocks, wire_layout, received, includes_copies=True))
             with self._take_slot(self._in_slots) as slot:
-                places = self._place_parts(slot, parts)
-                for part, place in zip(parts, places, strict=True):
-                    np.frombuffer(place, np.uint8).reshape(part.wire.shape)[:] = part.wire
-                self._copy_parts(slot, parts, places, blocks, wire_layout, is_scatter=True)
+                buffers = self._allocate_buffers(slot, rank_pieces)
+                for rank_piece, buffer in zip(rank_pieces, buffers, strict=True):
+                    np.frombuffer(buffer, np.uint8).reshape(rank_piece.wire.shape)[:] = rank_piece.wire
+                self._copy_pieces(slot, rank_pieces, buffers, blocks, wire_layout, is_scatter=True)
 
     def _split_by_layers(
         self, piece: TransferPiece, wire_layout: KVLayout, data: memoryview
@@ -152,22 +154,22 @@ class DeviceGroupRegion(DividedRegion):
         layer_bytes = piece.num_bytes(wire_layout) // (piece.end_layer - piece.first_layer)
         return split_by_layers(piece, layer_bytes, self._slot_bytes, data)
 
-    def _place_parts(self, slot: TransferSlot, parts: Sequence[PartOfPiece]) -> list[memoryview]:
+    def _allocate_buffers(self, slot: TransferSlot, rank_pieces: Sequence[RankPiece]) -> list[memoryview]:
         """Return the memory for each part in a slot. Parts with the same bytes, of several ranks, share memory."""
         data = self._slots.find(slot.number)[header_bytes(self._num_ranks) :]
-        places: dict[tuple[int, tuple[int, ...]], memoryview] = {}
+        buffers: dict[tuple[int, tuple[int, ...]], memoryview] = {}
         end = 0
-        for part in parts:
-            if (key := (part.wire.ctypes.data, part.wire.shape)) not in places:
-                places[key] = data[end : end + part.wire.size]
-                end += part.wire.size
-        return [places[part.wire.ctypes.data, part.wire.shape] for part in parts]
+        for rank_piece in rank_pieces:
+            if (key := (rank_piece.wire.ctypes.data, rank_piece.wire.shape)) not in buffers:
+                buffers[key] = data[end : end + rank_piece.wire.size]
+                end += rank_piece.wire.size
+        return [buffers[rank_piece.wire.ctypes.data, rank_piece.wire.shape] for rank_piece in rank_pieces]
 
-    def _copy_parts(
+    def _copy_pieces(
         self,
         slot: TransferSlot,
-        parts: Sequence[PartOfPiece],
-        places: Sequence[memoryview],
+        rank_pieces: Sequence[RankPiece],
+        buffers: Sequence[memoryview],
         blocks: BlockIds,
         wire_layout: KVLayout,
         *,
@@ -176,17 +178,17 @@ class DeviceGroupRegion(DividedRegion):
         """Let all ranks copy their parts between their caches and the slot, and wait until they have."""
         request = PieceRequest(0, slot.number, is_scatter, wire_layout.tokens, blocks.astype(np.int64).tobytes(), [])
         base = np.frombuffer(self._slots.find(slot.number), np.uint8).ctypes.data + header_bytes(self._num_ranks)
-        for part, place in zip(parts, places, strict=True):
-            if part.part not in self._own:
-                begin, piece = np.frombuffer(place, np.uint8).ctypes.data - base, part.piece
+        for rank_piece, buffer in zip(rank_pieces, buffers, strict=True):
+            if rank_piece.index not in self._local_regions:
+                begin, piece = np.frombuffer(buffer, np.uint8).ctypes.data - base, rank_piece.piece
                 spans = (piece.first_layer, piece.end_layer), (piece.first_block, piece.end_block)
-                request.parts.append(PartRequest(part.part, *spans, begin, begin + len(place)))
+                request.parts.append(RankPieceRequest(rank_piece.index, *spans, begin, begin + len(buffer)))
         self._publish(request)
         try:
-            for part, place in zip(parts, places, strict=True):
-                if (own := self._own.get(part.part)) is not None:
-                    copy = own.scatter if is_scatter else own.gather
-                    copy(part.piece, blocks, wire_layout, place)
+            for rank_piece, buffer in zip(rank_pieces, buffers, strict=True):
+                if (local_region := self._local_regions.get(rank_piece.index)) is not None:
+                    copy = local_region.scatter if is_scatter else local_region.gather
+                    copy(rank_piece.piece, blocks, wire_layout, buffer)
         finally:
             self._wait_for_ranks(slot, request)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from emberline.core.engine_config import EngineConfig
-from emberline.engine.boot_parts import make_tiers
+from emberline.engine.engine_components import make_tiers
 from emberline.engine.gpu.draft_summary import DraftModelSummary
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.ranks.block_buffer_layout import BlockBufferLayout
 from emberline.engine.ranks.boot import make_shared_host_tier
-from emberline.engine.ranks.buffer_parts import BufferParts
 from emberline.engine.ranks.control import AllocateCaches, RankLoaded
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.host_buffers import HostBuffers
@@ -26,7 +26,7 @@ from emberline.kv.tiers.stack import TierStack
 class DeviceHostTier:
     tier: HostTier
     buffers: HostBuffers
-    parts: BufferParts
+    buffer_layout: BlockBufferLayout
     division: str  # name of the division of layers among stages: tiers must not mix blocks of different ones
 
     @staticmethod
@@ -38,19 +38,19 @@ class DeviceHostTier:
         `kv_heads`: number of KV heads of the whole model. `ranks`: what each rank has loaded. Raises InvalidRequest if
         the tier has memory for too few buffers."""
         sizes = ({rank: getattr(each, name) for rank, each in ranks.items()} for name in ("block_bytes", "slot_bytes"))
-        parts = BufferParts.plan(layout, kv_heads, *sizes)
-        tier, buffers = make_shared_host_tier(config, memory, parts.block_bytes, parts.pages_per_slot)
+        buffer_layout = BlockBufferLayout.plan(layout, kv_heads, *sizes)
+        tier, buffers = make_shared_host_tier(config, memory, buffer_layout.block_bytes, buffer_layout.pages_per_slot)
         if tier is None or buffers is None:
             return None
         counts = (str(ranks[first].layers) for first in range(0, layout.num_ranks, layout.tp))
-        return DeviceHostTier(tier, buffers, parts, f"layers-{'-'.join(counts)}")
+        return DeviceHostTier(tier, buffers, buffer_layout, f"layers-{'-'.join(counts)}")
 
     def make_tiers(self, config: EngineConfig, runner: GPURunner, dtype: torch.dtype) -> TierStack:
         """Return all tiers. `runner`: the leader's. The host buffers stay pinned until the tiers are closed."""
         assert runner.copier is not None
         library = ops.start_backend(threads=1).library
-        sizes = self.parts.block_bytes, dtype
-        tiers = make_tiers(config, runner.layout, *sizes, library, self.tier, self.parts.pages_per_slot)
+        sizes = self.buffer_layout.block_bytes, dtype
+        tiers = make_tiers(config, runner.layout, *sizes, library, self.tier, self.buffer_layout.pages_per_slot)
         tiers.host.on_close = runner.copier.detach_host_memory
         return tiers
 
@@ -70,7 +70,7 @@ def describe_caches(
         num_slots,
         tuning.list_choices(),
         host_buffers=None if host is None else host.buffers.area,
-        buffer_parts=None if host is None else host.parts,
+        buffer_parts=None if host is None else host.buffer_layout,
         transfer_slots=None if slots is None else slots.area,
         draft_model=draft_model,
     )

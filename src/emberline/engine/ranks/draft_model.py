@@ -52,7 +52,7 @@ def load_draft_model_of_ranks(
 def _load_vocabulary(target: DecoderModel, weights: Weights, *, needs_head: bool) -> DecoderModel:
     """Return the target model with all rows of the embedding, and of the output head if that is needed."""
     config = target.config
-    stage = Stage.of(config) if needs_head else Stage(0, 2, range(config.layers))
+    stage = Stage.from_config(config) if needs_head else Stage(0, 2, range(config.layers))
     embedding, head = load_vocabulary_matrices(config, weights, stage)
     weights.finish(".*")  # the other tensors are not needed here: the ranks' parts of the model have them
     return replace(target, embedding=embedding, head=replace(target.head, weight=head))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from emberline.core.clock import Clock
-from emberline.models.expert_load import ExpertLoad, measure_imbalance
 from emberline.models.expert_placement import Placement, group_loads, place_experts
+from emberline.models.expert_row_counts import ExpertRowCounts, measure_imbalance
 
 CHECK_INTERVAL_S = 30.0  # between two times at which experts may move
 MIN_IMBALANCE = 1.1  # below this, experts stay where they are
@@ -23,7 +23,7 @@ class PlacedExperts(Protocol):
     ExpertDispatch and MovableExperts implement this protocol."""
 
     placement: Placement
-    load: ExpertLoad
+    expert_row_counts: ExpertRowCounts
 
 
 class ExpertBalancer:
@@ -44,7 +44,7 @@ class ExpertBalancer:
         if not self._unchecked and self._clock.now() >= self._next_check:
             self._next_check = self._clock.now() + CHECK_INTERVAL_S
             self._update_loads()
-            loads = [each.load for each in self._layers.values()]
+            loads = [each.expert_row_counts for each in self._layers.values()]
             is_known = all(load.recent.sum() >= MIN_ROWS_PER_EXPERT * len(load.recent) for load in loads)
             if is_known and measure_imbalance(loads) >= MIN_IMBALANCE:
                 self._unchecked = list(self._layers)
@@ -54,7 +54,7 @@ class ExpertBalancer:
         """Check the next layer. Return the layer and its new placement; None: its experts stay where they are."""
         layer = self._unchecked.pop(0)
         experts = self._layers[layer]
-        loads = experts.load.recent.tolist()
+        loads = experts.expert_row_counts.recent.tolist()
         placement = place_experts(loads, experts.placement)
         largest, before = (max(group_loads(loads, each)) for each in (placement, experts.placement))
         return (layer, placement) if largest <= before * (1 - MIN_LOAD_DECREASE) else None

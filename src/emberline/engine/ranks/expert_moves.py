@@ -6,7 +6,7 @@ import msgspec
 
 from emberline.models.expert_placement import Placement
 
-MOVES_MARK = b"\xc0"  # encoded work, which is a MessagePack array, does not begin with this byte
+MOVES_MESSAGE_TAG = b"\xc0"  # encoded work, which is a MessagePack array, does not begin with this byte
 
 ExpertMoves = dict[int, Placement]  # by layer
 
@@ -15,9 +15,9 @@ _DECODER = msgspec.msgpack.Decoder(ExpertMoves)
 
 
 def encode_moves(moves: ExpertMoves) -> bytes:
-    return MOVES_MARK + _ENCODER.encode(moves)
+    return MOVES_MESSAGE_TAG + _ENCODER.encode(moves)
 
 
 def decode_moves(message: bytes) -> ExpertMoves | None:
     """Return the placements of a message; None: it is another message, such as the work of a step."""
-    return _DECODER.decode(message[len(MOVES_MARK) :]) if message.startswith(MOVES_MARK) else None
+    return _DECODER.decode(message[len(MOVES_MESSAGE_TAG) :]) if message.startswith(MOVES_MESSAGE_TAG) else None

@@ -26,7 +26,7 @@ from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.node_listener import NodeLauncher, NodeLink
 from emberline.engine.ranks.node_messages import FromRank, NodeBeat, RankEnded
 from emberline.engine.ranks.plan_ring import PlanWriter
-from emberline.engine.ranks.rank_part import connect_processes
+from emberline.engine.ranks.rank_model import connect_processes
 from emberline.engine.ranks.rank_processes import (
     RANK_COMMAND,
     REAP_TIMEOUT_S,
@@ -187,7 +187,7 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
 
-    def explain(self, reason: BaseException) -> EmberlineError:
+    def end_with_error(self, reason: BaseException) -> EmberlineError:
         """End the group, because a step of the leader failed for this reason, and return the error."""
         self._is_lost.wait(EXPLAIN_TIMEOUT_S)  # the watching thread may find the rank that caused it
         if isinstance(reason, EngineFailed):

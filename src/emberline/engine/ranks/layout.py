@@ -24,7 +24,7 @@ class Layout:
     gathers_rows: bool = False  # whether ranks that attend to different requests compute experts for the rows of all
 
     @staticmethod
-    def of(config: ParallelConfig) -> Layout:
+    def from_config(config: ParallelConfig) -> Layout:
         names = ("tp", "pp", "ep", "nodes", "dp_attention", "redundant_experts", "stage_layers")
         return Layout(**{name: getattr(config, name) for name in names})
 
@@ -34,7 +34,7 @@ class Layout:
 
         With data-parallel attention, ranks send each row (token) to all ranks, and not only to those that have its
         experts. Otherwise the number of rows to exchange would depend on data, and steps could not be captured."""
-        return replace(Layout.of(config), gathers_rows=config.dp_attention)
+        return replace(Layout.from_config(config), gathers_rows=config.dp_attention)
 
     @property
     def num_ranks(self) -> int:
@@ -64,7 +64,7 @@ class Layout:
 
     def stage(self, rank: int, config: ModelConfig) -> Stage:
         """Return the rank's stage of a model. Raises InvalidRequest if the model cannot be divided so."""
-        return Stage.of(config, rank // self.tp, self.pp, self.stage_layers)
+        return Stage.from_config(config, rank // self.tp, self.pp, self.stage_layers)
 
     def shard(self, rank: int) -> Shard:
         return Shard(

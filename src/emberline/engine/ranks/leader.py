@@ -19,7 +19,7 @@ from emberline.engine.ranks.expert_moves import ExpertMoves, encode_moves
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.leader_experts import LeaderExperts
-from emberline.engine.ranks.rank_part import RankPart
+from emberline.engine.ranks.rank_model import RankModel
 from emberline.engine.ranks.work_codec import WorkEncoder
 from emberline.engine.runner import TorchRunner
 from emberline.engine.work_executor import StepExecutor, WorkExecutor
@@ -67,7 +67,7 @@ class FollowerGroup(Protocol):
         """Raise EngineFailed if a rank was lost."""
         ...
 
-    def explain(self, reason: BaseException) -> EmberlineError:
+    def end_with_error(self, reason: BaseException) -> EmberlineError:
         """End the group, because a step of the leader failed for this reason, and return the error."""
         ...
 
@@ -82,12 +82,12 @@ class GroupExecutor:
     """Computes steps on all ranks: publishes the work, then computes the leader's part."""
 
     def __init__(
-        self, group: FollowerGroup, own: WorkExecutor, steps: StepCounter, buffers: HostBuffers | None
+        self, group: FollowerGroup, leader_executor: WorkExecutor, steps: StepCounter, buffers: HostBuffers | None
     ) -> None:
-        """`own`: computes the leader's part.
+        """`leader_executor`: computes the leader's part.
 
         `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
-        self._group, self.own, self._steps, self._buffers = group, own, steps, buffers
+        self._group, self.leader_executor, self._steps, self._buffers = group, leader_executor, steps, buffers
         self._encoder = WorkEncoder(group.layout.pp)
         self._cleared: list[int] = []  # blocks that the other ranks clear before the next published step
 
@@ -96,7 +96,7 @@ class GroupExecutor:
 
         Raises EngineFailed, after which the group cannot be used any more."""
         self.publish_copies(saves, loads)
-        self.copy_own(saves, loads)
+        self.copy_on_leader(saves, loads)
 
     def publish_copies(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Let the other ranks copy their part of blocks, after all steps that were published before."""
@@ -104,30 +104,30 @@ class GroupExecutor:
             assert self._buffers is not None
             self._group.check()
             self._steps.start_step()
-            with ending_group(self._group):
+            with ending_group_on_error(self._group):
                 self._group.publish_copies(encode_copies(saves, loads, self._buffers.number))
 
-    def copy_own(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
+    def copy_on_leader(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Copy the leader's part of published copies, and wait until the other ranks have copied theirs.
 
         Before that, the tiers must neither read a saved block from its buffer nor reuse the buffer of a loaded one."""
         if saves or loads:
-            with ending_group(self._group):
-                self.own.copy(saves, loads)
+            with ending_group_on_error(self._group):
+                self.leader_executor.copy(saves, loads)
                 self._group.finish_copies()
             self._steps.finish_step()
 
     def clear(self, blocks: Sequence[int]) -> None:
-        self.own.clear(blocks)
+        self.leader_executor.clear(blocks)
         self._cleared += blocks
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Compute a step on all ranks, and return the logits.
 
         Raises EngineFailed, after which the group cannot be used any more."""
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             self.publish(work, captured_layers=() if capture is None else capture.layers)
-            return self.compute_own(work, capture)
+            return self.compute_on_leader(work, capture)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Note that requests have ended. Their ids may be used again."""
@@ -139,42 +139,42 @@ class GroupExecutor:
         """Let the other ranks begin with a step. `cleared`: blocks that they fill with zeros first.
 
         `captured_layers`: layers whose inputs the leader's draft model will read, as in the argument `capture` of
-        `compute_own`."""
+        `compute_on_leader`."""
         self._group.check()
         self._cleared += cleared
         if work:
             self._steps.start_step()
-            with ending_group(self._group):
+            with ending_group_on_error(self._group):
                 self._group.publish(self._encoder.encode(work, self._cleared, captured_layers))
             self._cleared = []
 
-    def compute_own(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
+    def compute_on_leader(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
         """Return the logits of a published step. Steps are computed in the order in which they were published."""
-        with ending_group(self._group):
-            logits = self.own.compute(work, capture)
+        with ending_group_on_error(self._group):
+            logits = self.leader_executor.compute(work, capture)
         self._group.finish_step()
         self._steps.finish_step()
         return logits
 
-    def run_on_all(self, message: bytes, run_own: Callable[[], bool]) -> bool:
-        """Send a message to the other ranks, call `run_own` for the leader's part, and return its result."""
+    def run_on_all(self, message: bytes, run_on_leader: Callable[[], bool]) -> bool:
+        """Send a message to the other ranks, call `run_on_leader` for the leader's part, and return its result."""
         self._group.check()
-        with ending_group(self._group):
+        with ending_group_on_error(self._group):
             self._group.publish(message)
-            result = run_own()
+            result = run_on_leader()
         self._group.finish_step()
         return result
 
 
 @contextmanager
-def ending_group(group: FollowerGroup) -> Iterator[None]:
+def ending_group_on_error(group: FollowerGroup) -> Iterator[None]:
     """End the group if the `with` block fails, also by KeyboardInterrupt: other ranks are in the middle of a step."""
     try:
         yield
     except Exception as error:
-        raise group.explain(error) from error
+        raise group.end_with_error(error) from error
     except BaseException as error:
-        group.explain(error)
+        group.end_with_error(error)
         raise
 
 
@@ -185,13 +185,13 @@ class PublishedExecutor:
         self._executor = executor
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
-        self._executor.copy_own(saves, loads)
+        self._executor.copy_on_leader(saves, loads)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        self._executor.own.clear(blocks)
+        self._executor.leader_executor.clear(blocks)
 
     def compute(self, work: Sequence[WorkItem], capture: HiddenCapture | None = None) -> Tensor:
-        return self._executor.compute_own(work, capture)
+        return self._executor.compute_on_leader(work, capture)
 
 
 class LeaderRunner(TorchRunner):
@@ -200,7 +200,7 @@ class LeaderRunner(TorchRunner):
     def __init__(
         self,
         group: FollowerGroup,
-        part: RankPart,
+        rank_model: RankModel,
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler],
         num_state_slots: int,
@@ -210,16 +210,22 @@ class LeaderRunner(TorchRunner):
         """`steps`: counts the steps that the ranks start and finish.
 
         `buffers`: shared by all ranks, for copies of KV blocks; None: there are no tiers."""
-        self._group_executor = GroupExecutor(group, part.executor, steps, buffers)
+        self._group_executor = GroupExecutor(group, rank_model.executor, steps, buffers)
         executor = self._make_executor()
         super().__init__(
-            part.model, part.cache, eos, make_compiler, part.draft_runner, groups=part.groups, executor=executor
+            rank_model.model,
+            rank_model.cache,
+            eos,
+            make_compiler,
+            rank_model.draft_runner,
+            groups=rank_model.groups,
+            executor=executor,
         )
         self.num_state_slots, self.num_caches = num_state_slots, group.layout.num_caches
-        self.pages_per_slot = part.share.pages_per_slot
+        self.pages_per_slot = rank_model.share.pages_per_slot
         self.layout = "/".join(filter(None, (self.layout, group.layout.numerics_name)))
-        self.ranks, self._part, self._steps = group, part, steps
-        networks = part.model.dispatching_layers
+        self.ranks, self._rank_model, self._steps = group, rank_model, steps
+        networks = rank_model.model.dispatching_layers
         dispatches = {layer: each.dispatch for layer, each in networks.items() if each.dispatch is not None}
         self.experts = LeaderExperts(dispatches, group.layout)
 
@@ -234,7 +240,7 @@ class LeaderRunner(TorchRunner):
     def _admit_requests(self, plan: StepPlan) -> tuple[list[WorkItem], dict[str, str]]:
         """Return the result of the superclass, with the work sorted by rank: the rows of logits have this order."""
         work, failed = super()._admit_requests(plan)
-        return work if self.num_caches == 1 else sorted(work, key=attrgetter("home")), failed
+        return work if self.num_caches == 1 else sorted(work, key=attrgetter("dp_rank")), failed
 
     def check_ranks(self) -> None:
         """Raise EngineFailed if a rank was lost."""
@@ -260,13 +266,13 @@ class LeaderRunner(TorchRunner):
     def _move_experts(self, moves: ExpertMoves) -> bool:
         executor = self._executor
         assert isinstance(executor, GroupExecutor), "data-parallel attention has one stage"
-        return executor.run_on_all(encode_moves(moves), lambda: self._part.move_experts(moves))
+        return executor.run_on_all(encode_moves(moves), lambda: self._rank_model.move_experts(moves))
 
     def close(self) -> None:
         """End the other ranks and close the connections to them."""
         self._steps.close()
         self.ranks.close()
-        self._part.close()
+        self._rank_model.close()
 
 
 class PipelineLeaderRunner(LeaderRunner):

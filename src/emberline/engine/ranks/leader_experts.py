@@ -12,8 +12,8 @@ from emberline.core.events import ExpertStats
 from emberline.engine.ranks.expert_balancer import ExpertBalancer, PlacedExperts
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
-from emberline.models.expert_load import measure_imbalance
-from emberline.models.expert_placement import moved_experts
+from emberline.models.expert_placement import list_moved_experts
+from emberline.models.expert_row_counts import measure_imbalance
 
 UPDATE_INTERVAL_S = 1.0  # between two updates of the loads for statistics
 
@@ -50,7 +50,7 @@ class LeaderExperts:
         if (now := self._clock.now()) >= self._next_update:
             self._next_update = now + UPDATE_INTERVAL_S
             self._update_loads()
-        loads = [each.load for each in self._layers.values()]
+        loads = [each.expert_row_counts for each in self._layers.values()]
         by_group = np.sum([load.rows_by_group for load in loads], axis=0)
         rows = [int(rows) for rows in by_group for _ in range(self._ranks_per_group)]
         return ExpertStats(rows, measure_imbalance(loads), self._moved)
@@ -65,7 +65,7 @@ class LeaderExperts:
             return True
         self._update_loads()  # before the move, because it counts by the present placement
         layer, placement = found
-        moved = moved_experts(self._layers[layer].placement, placement)
+        moved = list_moved_experts(self._layers[layer].placement, placement)
         if move({layer: placement}):
             self._moved += len(moved)
             log.info("Experts moved: layer=%d loaded=%d", layer, len(moved))

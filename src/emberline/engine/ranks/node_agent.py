@@ -128,12 +128,14 @@ def _try_to_join(config: EngineConfig, cluster_keys: tuple[str, ...]) -> NodeSoc
     return master
 
 
-def with_settings_of_node(config: EngineConfig, own: EngineConfig) -> EngineConfig:
+def with_settings_of_node(config: EngineConfig, node_config: EngineConfig) -> EngineConfig:
     """Return the config of node 0, with this node's values of the settings that may differ between nodes.
 
-    `own`: the config of this node."""
-    node = {name: getattr(own.parallel, name) for name in ("node_rank", "node_address", "master")}
-    return replace(config, model=own.model, threads=own.threads, parallel=replace(config.parallel, **node))
+    `node_config`: the config of this node."""
+    node = {name: getattr(node_config.parallel, name) for name in ("node_rank", "node_address", "master")}
+    return replace(
+        config, model=node_config.model, threads=node_config.threads, parallel=replace(config.parallel, **node)
+    )
 
 
 class NodeZeroTimer:

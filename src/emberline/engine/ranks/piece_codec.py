@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from emberline.kv.transfer.piece import TransferPiece
 
-PIECE_MARK = b"\xc4"  # begins a binary string in MessagePack, which no other message is
+PIECE_MESSAGE_TAG = b"\xc4"  # begins a binary string in MessagePack, which no other message is
 FAILED = 1 << 63  # set in a rank's word, beside the number of the request, if its part could not be copied
 HEADER_ALIGNMENT = 64
 
 
-class PartRequest(msgspec.Struct, array_like=True):
+class RankPieceRequest(msgspec.Struct, array_like=True):
     """What one rank copies: a piece of its own cache, to or from the bytes [begin, end) after the slot's header."""
 
     rank: int
@@ -38,7 +38,7 @@ class PieceRequest(msgspec.Struct, array_like=True):
     is_scatter: bool  # whether parts are copied to the caches; otherwise from them
     wire_tokens: int  # tokens per block of the sender
     blocks: bytes  # numbers of the blocks of the transfer, as 64-bit integers
-    parts: list[PartRequest]
+    parts: list[RankPieceRequest]
 
     @property
     def block_ids(self) -> NDArray[np.int64]:
@@ -50,15 +50,15 @@ _DECODER = msgspec.msgpack.Decoder(PieceRequest)
 
 
 def is_piece_request(message: bytes) -> bool:
-    return message.startswith(PIECE_MARK)
+    return message.startswith(PIECE_MESSAGE_TAG)
 
 
 def encode_piece_request(request: PieceRequest) -> bytes:
-    return PIECE_MARK + _ENCODER.encode(request)
+    return PIECE_MESSAGE_TAG + _ENCODER.encode(request)
 
 
 def decode_piece_request(message: bytes) -> PieceRequest:
-    return _DECODER.decode(message[len(PIECE_MARK) :])
+    return _DECODER.decode(message[len(PIECE_MESSAGE_TAG) :])
 
 
 def header_bytes(num_ranks: int) -> int:

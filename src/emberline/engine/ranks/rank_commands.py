@@ -13,7 +13,7 @@ ProductChoices = list[tuple[int, int, int, str, int]]
 # MessagePack strings.
 PREPARE_NEXT, RUN_UNCAPTURED = b"\xa7prepare", b"\xaauncaptured"
 SLEEP, WAKE = b"\xa5sleep", b"\xa4wake"
-PRODUCTS_MARK = b"\xc2"  # MessagePack's false, with which no other message begins
+KERNEL_CHOICES_MESSAGE_TAG = b"\xc2"  # MessagePack's false, with which no other message begins
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(ProductChoices)
@@ -21,9 +21,13 @@ _DECODER = msgspec.msgpack.Decoder(ProductChoices)
 
 def encode_products(products: ProductChoices) -> bytes:
     """Return a message after which ranks use exactly these kernels for matrix products."""
-    return PRODUCTS_MARK + _ENCODER.encode(products)
+    return KERNEL_CHOICES_MESSAGE_TAG + _ENCODER.encode(products)
 
 
 def decode_products(message: bytes) -> ProductChoices | None:
     """Return the kernels in a message; None: it is another message."""
-    return _DECODER.decode(message[len(PRODUCTS_MARK) :]) if message.startswith(PRODUCTS_MARK) else None
+    return (
+        _DECODER.decode(message[len(KERNEL_CHOICES_MESSAGE_TAG) :])
+        if message.startswith(KERNEL_CHOICES_MESSAGE_TAG)
+        else None
+    )

@@ -15,7 +15,7 @@ from emberline.engine.loaded_engine import LoadedEngine
 from emberline.engine.ranks.boot import wait_for_start
 from emberline.engine.ranks.control import MeasureDevice, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision, LoadedDeviceRanks
-from emberline.engine.ranks.device_part import measure_device
+from emberline.engine.ranks.device_rank_model import measure_device
 from emberline.engine.ranks.group import RankGroup
 from emberline.engine.ranks.rank_sharing import check_shareable, plan_rank_sharing
 from emberline.engine.ranks.swapped_ranks import SwappedRankEngine
@@ -29,7 +29,7 @@ def boot_rank_engine_group(
     `configs`: see `boot_device_ranks`. Raises EmberlineError if settings, a model or a rank are not usable, or the
     models do not fit."""
     check_shareable(configs)
-    divisions = {name: DeviceDivision.of(config) for name, config in configs.items()}
+    divisions = {name: DeviceDivision.from_config(config) for name, config in configs.items()}
     groups: dict[str, RankGroup] = {}
     try:
         for name, division in divisions.items():
@@ -54,7 +54,7 @@ def _load_models(
     def load(name: str) -> LoadedDeviceRanks:
         loaded[name] = divisions[name].load(groups[name], plan.memory[name])
         for other in loaded.keys() - {name}:
-            loaded[other].leader.share_products()
+            loaded[other].leader.share_kernel_choices()
         return loaded[name]
 
     members = {name: SwappedRankEngine(plan.model_bytes[name], partial(load, name)) for name in divisions}

@@ -27,7 +27,7 @@ from emberline.engine.ranks.group_memory import NUM_COPIED, GroupMemory
 from emberline.engine.ranks.heartbeat import LOST_PEER_STATUS, HeartbeatThread
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.plan_ring import PlanReader
-from emberline.engine.ranks.rank_part import RankPart, connect_processes
+from emberline.engine.ranks.rank_model import RankModel, connect_processes
 from emberline.engine.ranks.shared_caches import map_cache
 from emberline.engine.ranks.work_codec import WorkDecoder
 from emberline.kernels import ops
@@ -52,14 +52,14 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
             return run_device_rank(start, leader, connect, reader, memory)
         if not isinstance(leader.receive(), ConnectRanks):
             return 1
-        part = RankPart.load(start.config, start.layout, start.rank, connect)
-        leader.send(part.describe())
+        rank_model = RankModel.load(start.config, start.layout, start.rank, connect)
+        leader.send(rank_model.describe())
         if not isinstance(sizes := leader.receive(), AllocateCaches):
             return 1
         region = None
         if (offset := sizes.cache_offsets.get(start.rank)) is not None:
-            region = map_cache(memory, offset, part.kv_layout, sizes.num_blocks)
-        part.allocate(sizes.num_blocks, sizes.num_slots, region)
+            region = map_cache(memory, offset, rank_model.kv_layout, sizes.num_blocks)
+        rank_model.allocate(sizes.num_blocks, sizes.num_slots, region)
         buffers = None if sizes.host_buffers is None else HostBuffers(memory, sizes.host_buffers)
         gc.freeze()  # objects of the start are permanent
         gc.enable()
@@ -68,11 +68,11 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
         num_copied = 0
         while (message := reader.receive()) is not None:
             if is_copies(message):
-                make_copies(part, buffers, message)
+                make_copies(rank_model, buffers, message)
                 num_copied += 1
                 memory.set(start.rank, NUM_COPIED, num_copied)
             else:
-                compute_step(part, decoder, message)
+                compute_step(rank_model, decoder, message)
     except RankLost:
         return LOST_PEER_STATUS  # the leader finds out which rank was lost
     except EmberlineError as error:
@@ -85,18 +85,18 @@ def run_rank_process(memory: GroupMemory, heartbeat: HeartbeatThread, control_fd
     return 0
 
 
-def make_copies(part: RankPart, buffers: HostBuffers | None, message: bytes) -> None:
+def make_copies(rank_model: RankModel, buffers: HostBuffers | None, message: bytes) -> None:
     """Copy this rank's part of KV blocks to and from host buffers. `message`: the result of `encode_copies`."""
     assert buffers is not None
-    part.executor.copy(*decode_copies(message, buffers.find))
+    rank_model.executor.copy(*decode_copies(message, buffers.find))
 
 
-def compute_step(part: RankPart, decoder: WorkDecoder, message: bytes) -> None:
+def compute_step(rank_model: RankModel, decoder: WorkDecoder, message: bytes) -> None:
     """Compute this rank's part of a step, or load other experts. `message`: from WorkEncoder or `encode_moves`."""
     if (moves := decode_moves(message)) is not None:
-        part.move_experts(moves)
+        rank_model.move_experts(moves)
         return
     step = decoder.decode(message)
-    part.executor.clear(step.cleared)
-    capture = HiddenCapture.allocate(step.captured_layers, len(step.columns.tokens), part.model.config.hidden)
-    part.executor.compute(step.requests, capture, step.columns)
+    rank_model.executor.clear(step.cleared)
+    capture = HiddenCapture.allocate(step.captured_layers, len(step.columns.tokens), rank_model.model.config.hidden)
+    rank_model.executor.compute(step.requests, capture, step.columns)

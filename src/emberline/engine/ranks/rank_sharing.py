@@ -16,15 +16,15 @@ from emberline.engine import memory
 from emberline.engine.gpu.swap import equal_kv_share, usable_model_bytes
 from emberline.engine.host_memory import check_sleeping_models
 from emberline.engine.memory_plan import MemoryPlan
-from emberline.engine.narrow_estimate import estimate_narrow_part
+from emberline.engine.quantised_estimate import estimate_rank_quantised_sizes
 from emberline.engine.ranks.control import GPUMemoryBudget, MeasuredGPU
 from emberline.engine.ranks.device_boot import DeviceDivision
-from emberline.engine.ranks.device_part import max_message_bytes
+from emberline.engine.ranks.device_rank_model import max_message_bytes
 from emberline.engine.stage_memory import plan_stage_memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.ipc import count_buffer_bytes
 from emberline.models.weight_dtype import DTYPE_BYTES, choose_weight_dtype
-from emberline.models.weight_formats import NarrowSize
+from emberline.models.weight_formats import QuantisedSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,13 @@ class PlannedDivision:
         self._context = memory.choose_max_context(division.model, settings)
         layout, model = division.layout, division.model
         self._shard = layout.shard(0)
-        self._own_config = self._shard.shard_config(model)
+        self._rank_config = self._shard.shard_config(model)
         self._stages = [layout.stage(rank, model) for rank in range(0, layout.num_ranks, layout.tp)]
 
     @cached_property
-    def _narrow(self) -> list[list[NarrowSize]]:
+    def _quantised_sizes(self) -> list[list[QuantisedSize]]:
         args = self._checkpoint, self._division.model, self._division.config, self._dtype, self._shard
-        return [estimate_narrow_part(*args, stage) for stage in self._stages]
+        return [estimate_rank_quantised_sizes(*args, stage) for stage in self._stages]
 
     @property
     def buffer_bytes(self) -> int:
@@ -143,7 +143,7 @@ class PlannedDivision:
         shards = count_buffer_bytes() if layout.tp > 1 else 0
         if layout.pp == 1:
             return shards
-        message = max_message_bytes(self._own_config, settings, DTYPE_BYTES[self._dtype])
+        message = max_message_bytes(self._rank_config, settings, DTYPE_BYTES[self._dtype])
         return shards + count_buffer_bytes(message, num_senders=1)
 
     def plan_stages(self, shared: GPUMemoryBudget) -> list[MemoryPlan]:
@@ -152,10 +152,10 @@ class PlannedDivision:
         device_memory = shared.total_bytes, shared.other_bytes
         return [
             plan_stage_memory(
-                *(self._own_config, stage, settings, self._context, device_memory, self._dtype),
+                *(self._rank_config, stage, settings, self._context, device_memory, self._dtype),
                 packed=self._packed,
-                narrow=narrow,
+                quantised=quantised,
                 kernels=self._kernels,
             )[0]
-            for stage, narrow in zip(self._stages, self._narrow, strict=True)
+            for stage, quantised in zip(self._stages, self._quantised_sizes, strict=True)
         ]

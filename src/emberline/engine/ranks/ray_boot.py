@@ -28,7 +28,9 @@ def boot_on_ray(
 
     `kind`: CPU or GPU. `boot_node`: loads the model, given the config of node 0 and the launcher of the other nodes.
     `max_nodes`: the most nodes on which `boot_node` can load it."""
-    check_divisible(Layout.of(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model))))
+    check_divisible(
+        Layout.from_config(config.parallel), ModelConfig.from_checkpoint(Checkpoint.open(Path(config.model)))
+    )
     began = time.perf_counter()
     launcher = RayLauncher(config, kind, max_nodes)
     launched = time.perf_counter()

@@ -109,7 +109,7 @@ class RayLauncher:
         if placement.kind == GPU:
             self._keeper = start_actor(0)
             (gpus,) = _get_results(ray, [self._keeper.list_gpus.remote()])
-            check_own_gpus(gpus)
+            check_granted_gpus(gpus)
         model = str(Path(self.config.model).absolute())
         checks = [actor.check_model.remote(model) for actor in self._actors]
         for node, problem in enumerate(_get_results(ray, checks), start=1):
@@ -196,7 +196,7 @@ def check_address(address: str) -> None:
         raise EngineUnavailable(message, hint="run `ray start --head` there, and check --ray-address") from error
 
 
-def check_own_gpus(granted: list[str]) -> None:
+def check_granted_gpus(granted: list[str]) -> None:
     """Raise InvalidRequest unless these are the GPUs that this process uses: the first ones that it sees."""
     visible = visible_gpus()
     used = ([str(index) for index in range(len(granted))] if visible is None else visible)[: len(granted)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from emberline.engine.ranks.group_memory import GroupMemory
 from emberline.engine.ranks.layout import Layout
-from emberline.kv.block_part import BlockPart
+from emberline.kv.block_shard import BlockShard
 from emberline.kv.layer_groups import LayerGroups
 from emberline.kv.transfer.group_region import GroupRegion, StepCounter
 from emberline.kv.transfer.layout import KVLayout
@@ -20,7 +20,7 @@ from emberline.models.config import ModelConfig
 @dataclass(frozen=True, slots=True)
 class SharedCaches:
     layout: KVLayout  # of whole blocks
-    parts: list[BlockPart]  # by rank
+    parts: list[BlockShard]  # by rank
     regions: list[HostRegion]  # by rank: its cache
     offsets: dict[int, int]  # by rank: where its cache is in the group's memory
 
@@ -32,7 +32,7 @@ class SharedCaches:
 
         `model`: not divided among ranks. `whole`: the layout of a block with all of its layers and heads."""
         regions, offsets = [], {}
-        parts = list_block_parts(ranks, model, groups)
+        parts = list_block_shards(ranks, model, groups)
         for rank, part in enumerate(parts):
             layers = ranks.stage(rank, model).layers
             own = replace(whole, layers=groups.of_layers(layers).block_layers, heads=len(part.heads))
@@ -43,12 +43,12 @@ class SharedCaches:
     def make_region(self, groups: LayerGroups, steps: StepCounter) -> GroupRegion:
         """Return a region with the blocks of all ranks. `groups`: of the layers of the whole model."""
         parts = list(zip(self.parts, self.regions, strict=True))
-        if (unused := allocate_unused_places(groups, self.layout, self.regions[0].blocks)) is not None:
+        if (unused := allocate_unused_layers(groups, self.layout, self.regions[0].blocks)) is not None:
             parts.append(unused)
         return GroupRegion(self.layout, parts, steps)
 
 
-def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> list[BlockPart]:
+def list_block_shards(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> list[BlockShard]:
     """Return the part of a KV block that each rank has.
 
     `model`: config of the undivided model. `groups`: the groups of its layers."""
@@ -56,18 +56,18 @@ def list_block_parts(ranks: Layout, model: ModelConfig, groups: LayerGroups) -> 
     for rank in range(ranks.num_ranks):
         layers, shard = ranks.stage(rank, model).layers, ranks.shard(rank)
         is_first = shard.is_first_of(model.kv_heads)
-        parts.append(BlockPart.of_rank(groups, layers, shard.divide(model.kv_heads), is_first=is_first))
+        parts.append(BlockShard.of_rank(groups, layers, shard.divide(model.kv_heads), is_first=is_first))
     return parts
 
 
-def allocate_unused_places(
+def allocate_unused_layers(
     groups: LayerGroups, whole: KVLayout, num_blocks: int
-) -> tuple[BlockPart, HostRegion] | None:
-    """Return the part of a block that no layer uses, and memory for this part of all blocks.
+) -> tuple[BlockShard, HostRegion] | None:
+    """Return the layer positions in a block that no layer uses, and memory for these positions of all blocks.
 
-    Return None if layers use whole blocks. A group with fewer layers than a block has room for leaves such a part. An
-    engine on one rank has memory for it too. Transfers send its bytes, and checksums include them."""
-    if (unused := _find_unused_places(groups, whole.heads)) is None:
+    Return None if all positions are used. Some are not in groups with fewer layers than a block has positions. An
+    engine on one rank has memory for them too. Transfers send their bytes, and checksums include them."""
+    if (unused := _find_unused_layers(groups, whole.heads)) is None:
         return None
     layout = replace(whole, layers=max(map(len, unused.layers)))
     size = layout.layers * num_blocks * layout.plane_bytes
@@ -91,11 +91,11 @@ def _part_bytes(layout: KVLayout, num_blocks: int) -> int:
     return -(-layout.layers * num_blocks * layout.plane_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _find_unused_places(groups: LayerGroups, num_heads: int) -> BlockPart | None:
-    """Return the part of a block that no layer uses; None: all is used.
+def _find_unused_layers(groups: LayerGroups, num_heads: int) -> BlockShard | None:
+    """Return the layer positions in a block that no layer uses; None: all are used.
 
-    A group with fewer layers than a block has room for leaves such a part."""
-    counts = [sum(group == each for each, _ in groups.places) for group in range(len(groups.windows))]
+    Some are not in groups with fewer layers than a block has positions."""
+    counts = [sum(group == each for each, _ in groups.layer_positions) for group in range(len(groups.windows))]
     if all(count == groups.block_layers for count in counts):
         return None
-    return BlockPart(tuple(range(count, groups.block_layers) for count in counts), range(num_heads))
+    return BlockShard(tuple(range(count, groups.block_layers) for count in counts), range(num_heads))

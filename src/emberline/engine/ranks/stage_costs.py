@@ -21,7 +21,7 @@ from emberline.core.freememory import free_memory
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StateWork, WorkItem
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_part import RankPart, start_rank_backend
+from emberline.engine.ranks.rank_model import RankModel, start_rank_backend
 from emberline.engine.sampler import Sampler, SamplingStateFactory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.comm.lone_rank import LoneRank
@@ -39,7 +39,7 @@ MIN_REPEATS, MAX_REPEATS, MAX_SECONDS = 3, 20, 0.05  # of a timed call
 
 
 @dataclass(frozen=True, slots=True)
-class PartCost:
+class ComponentCost:
     """The time and memory of a part of a model: of a layer, the embedding, or the output head with sampling."""
 
     seconds: float  # for a token of a prompt and a generated token together
@@ -57,16 +57,16 @@ class RankMemory:
     num_blocks: int  # KV blocks of the longest request, which must fit
 
     @staticmethod
-    def of(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
+    def from_config(config: EngineConfig, ranks_per_node: int, context: int) -> RankMemory:
         all_bytes = free_memory() // ranks_per_node
         return RankMemory(all_bytes, config.kv_cache.kv_memory or all_bytes, -(-context // config.scheduler.block_size))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    layers: tuple[PartCost, ...]
-    embedding: PartCost
-    head: PartCost
+    layers: tuple[ComponentCost, ...]
+    embedding: ComponentCost
+    head: ComponentCost
 
     def split(self, stages: int, memory: RankMemory) -> tuple[int, ...]:
         """Return the number of layers of each stage.
@@ -83,7 +83,7 @@ class ModelCosts:
         ranges = split_layers(costs, self.head.seconds, stages, self.embedding.seconds, fits)
         return tuple(map(len, ranges))
 
-    def shares(self, stage_layers: Sequence[int]) -> list[float]:
+    def stage_shares(self, stage_layers: Sequence[int]) -> list[float]:
         """Return each stage's share of the time of all stages."""
         ends = list(accumulate(stage_layers))
         found = [
@@ -104,9 +104,9 @@ def choose_stages(config: EngineConfig, layout: Layout, model: ModelConfig) -> t
     layout.stage(0, model)  # raises an error if the model cannot be divided
     costs = measure_costs(config, layout)
     if not layout.stage_layers:
-        memory = RankMemory.of(config, layout.ranks_per_node, config.requested_context or model.max_context)
+        memory = RankMemory.from_config(config, layout.ranks_per_node, config.requested_context or model.max_context)
         layout = replace(layout, stage_layers=costs.split(layout.pp, memory))
-    return layout, costs.shares(layout.stage_layers)
+    return layout, costs.stage_shares(layout.stage_layers)
 
 
 def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
@@ -116,7 +116,7 @@ def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
     model = ModelConfig.from_checkpoint(checkpoint)
     load = partial(_load_stage, config, layout, checkpoint)
     kinds = [_describe_kind(checkpoint, model, layer) for layer in range(model.layers)]
-    by_kind: dict[object, PartCost] = {}
+    by_kind: dict[object, ComponentCost] = {}
     for layer, kind in enumerate(kinds):
         if kind not in by_kind:
             by_kind[kind] = _measure_layer(load(Stage(1, 3, range(layer, layer + 1))), threads)
@@ -125,12 +125,12 @@ def measure_costs(config: EngineConfig, layout: Layout) -> ModelCosts:
     embed = [partial(first.model.embed, _make_batch(first, *each)) for each in SHAPES]
     return ModelCosts(
         layers,
-        PartCost(_measure_token(embed, threads), first.model.weight_bytes - layers[0].weight_bytes),
-        PartCost(_measure_head(last, threads), last.model.weight_bytes - layers[-1].weight_bytes),
+        ComponentCost(_measure_token(embed, threads), first.model.weight_bytes - layers[0].weight_bytes),
+        ComponentCost(_measure_head(last, threads), last.model.weight_bytes - layers[-1].weight_bytes),
     )
 
 
-def _load_stage(config: EngineConfig, layout: Layout, checkpoint: Checkpoint, stage: Stage) -> RankPart:
+def _load_stage(config: EngineConfig, layout: Layout, checkpoint: Checkpoint, stage: Stage) -> RankModel:
     """Load one rank's part of some layers, with caches for the largest step."""
     form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
     comm = LoneRank(0, layout.tp) if layout.tp > 1 else None
@@ -138,15 +138,15 @@ def _load_stage(config: EngineConfig, layout: Layout, checkpoint: Checkpoint, st
         checkpoint, config.dtype, config.requested_context, form, stage, layout.shard(0) if comm else None, comm
     )
     whole = ModelConfig.from_checkpoint(checkpoint)
-    part = RankPart(model, stage.layers, config, layout.shard(0), whole)
-    num_groups, block_size = len(part.groups.windows), config.scheduler.block_size
-    part.allocate(DECODE_ROWS * num_groups * _count_blocks(part, block_size) + 1, DECODE_ROWS + 1)
-    return part
+    rank_model = RankModel(model, stage.layers, config, layout.shard(0), whole)
+    num_groups, block_size = len(rank_model.groups.windows), config.scheduler.block_size
+    rank_model.allocate(DECODE_ROWS * num_groups * _count_blocks(rank_model, block_size) + 1, DECODE_ROWS + 1)
+    return rank_model
 
 
-def _count_blocks(part: RankPart, block_size: int) -> int:
+def _count_blocks(rank_model: RankModel, block_size: int) -> int:
     """Return the number of blocks of each block table of a request in a timed step."""
-    return (min(CONTEXT + CHUNK_TOKENS, part.model.context) - 1) // block_size + 1
+    return (min(CONTEXT + CHUNK_TOKENS, rank_model.model.context) - 1) // block_size + 1
 
 
 def _describe_kind(checkpoint: Checkpoint, model: ModelConfig, layer: int) -> object:
@@ -156,34 +156,36 @@ def _describe_kind(checkpoint: Checkpoint, model: ModelConfig, layer: int) -> ob
     return model.windows[layer], layer in model.parts.attention.state_layers, tuple(tensors)
 
 
-def _make_batch(part: RankPart, rows: int, tokens_per_row: int) -> ForwardBatch:
+def _make_batch(rank_model: RankModel, rows: int, tokens_per_row: int) -> ForwardBatch:
     """Return a step with this many tokens of each of `rows` requests."""
-    count, groups = _count_blocks(part, part.cache.shape.block_size), len(part.groups.windows)
+    count, groups = _count_blocks(rank_model, rank_model.cache.shape.block_size), len(rank_model.groups.windows)
     numbers = iter(range(1, 1 + rows * groups * count))
-    has_states = bool(part.model.config.parts.attention.state_layers)
-    length = min(tokens_per_row, part.model.context)
-    start = min(CONTEXT, part.model.context - length)
+    has_states = bool(rank_model.model.config.parts.attention.state_layers)
+    length = min(tokens_per_row, rank_model.model.context)
+    start = min(CONTEXT, rank_model.model.context - length)
     work = []
     for row in range(rows):
         first, *windows = [[next(numbers) for _ in range(count)] for _ in range(groups)]
         state = StateWork(1 + row) if has_states else None
         item = WorkItem(f"r{row}", start, (row,) * length, first, samples=True, window_blocks=windows, state=state)
         work.append(item)
-    return part.executor.build_batch(work)
+    return rank_model.executor.build_batch(work)
 
 
-def _measure_layer(part: RankPart, threads: int) -> PartCost:
+def _measure_layer(rank_model: RankModel, threads: int) -> ComponentCost:
     calls = []
     for shape in SHAPES:
-        batch = replace(_make_batch(part, *shape), logit_rows=None)
-        calls.append(partial(part.model.run_layers, torch.randn(len(batch.tokens), part.model.config.hidden), batch))
-    described = part.describe()
+        batch = replace(_make_batch(rank_model, *shape), logit_rows=None)
+        calls.append(
+            partial(rank_model.model.run_layers, torch.randn(len(batch.tokens), rank_model.model.config.hidden), batch)
+        )
+    described = rank_model.describe()
     sizes = described.weight_bytes, described.block_bytes, described.slot_bytes
-    return PartCost(_measure_token(calls, threads), *sizes)
+    return ComponentCost(_measure_token(calls, threads), *sizes)
 
 
-def _measure_head(part: RankPart, threads: int) -> float:
-    model, sampler = part.model, Sampler(part.model.config.vocab, SamplingStateFactory(frozenset(), None))
+def _measure_head(rank_model: RankModel, threads: int) -> float:
+    model, sampler = rank_model.model, Sampler(rank_model.model.config.vocab, SamplingStateFactory(frozenset(), None))
     work = [WorkItem(f"r{row}", 0, (0,), (), samples=True) for row in range(DECODE_ROWS)]
     for each in work:
         sampler.admit(Admission(each.id, [0], 1, SamplingParams(), 0))

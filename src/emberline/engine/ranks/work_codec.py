@@ -110,7 +110,7 @@ class WorkEncoder:
                 all(samples) or (any(samples) and bytes(samples)),
                 {i: work[i].blocks[known[i] :] for i in np.flatnonzero(counts != known).tolist()},
                 None if changed is None else changed.tobytes(),
-                {i: work[i].home for i in begun if work[i].home},
+                {i: work[i].dp_rank for i in begun if work[i].dp_rank},
                 _collect_rare_fields(work),
                 cleared,
                 captured_layers,
@@ -182,8 +182,8 @@ class WorkDecoder:
         step = _DECODER.decode(message)
         items = self._steps[0] if step.slots is None else [self._find_item(i) for i in _read_integers(step.slots)]
         self._steps.append(items)
-        for index, home in step.homes.items():
-            items[index].home = home
+        for index, dp_rank in step.homes.items():
+            items[index].dp_rank = dp_rank
         for index, blocks in step.new_blocks.items():
             table = items[index].blocks
             assert isinstance(table, list)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PRIOR_WEIGHT = 4.0  # tried tokens that count as much as the proposer's own confidence
-PLACE_WEIGHT = 2.0  # tokens tried at one place of drafts that count as much as the estimate for all places
-MAX_PLACES = 8  # places of a draft with counts of their own; the last one's are for all further places too
+DRAFT_POSITION_WEIGHT = 2.0  # tokens tried at one position of drafts that count as much as the estimate for all
+MAX_DRAFT_POSITIONS = 8  # positions in a draft with counts of their own; the last one's are for all later ones too
 DECAY_PER_STEP = 0.99  # of the weight of a result in ModelAcceptance with each later step
 DECAY_PER_TOKEN = 0.97  # of the weight of a result with each later token of the request: half after 23 tokens
 
@@ -24,8 +24,8 @@ class RecentDrafts:
 
     position: int  # number of the request's tokens when the counts were last updated
     # Tokens that were compared: those that were right, and the first that was wrong.
-    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_PLACES)
-    accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_PLACES)
+    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT_POSITIONS)
+    accepted: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT_POSITIONS)
 
 
 class AcceptanceEstimate:
@@ -39,20 +39,20 @@ class AcceptanceEstimate:
         counts.position = position
         counts.tried = [count * decay for count in counts.tried]
         counts.accepted = [count * decay for count in counts.accepted]
-        for place in range(num_accepted):
-            counts.tried[min(place, MAX_PLACES - 1)] += 1.0
-            counts.accepted[min(place, MAX_PLACES - 1)] += 1.0
+        for index in range(num_accepted):
+            counts.tried[min(index, MAX_DRAFT_POSITIONS - 1)] += 1.0
+            counts.accepted[min(index, MAX_DRAFT_POSITIONS - 1)] += 1.0
         if num_accepted < num_draft:
-            counts.tried[min(num_accepted, MAX_PLACES - 1)] += 1.0
+            counts.tried[min(num_accepted, MAX_DRAFT_POSITIONS - 1)] += 1.0
 
     def probabilities(
-        self, request_id: str, position: int, confidence: Sequence[float], *, by_place: bool = False
+        self, request_id: str, position: int, confidence: Sequence[float], *, by_draft_position: bool = False
     ) -> list[float]:
         """Return for each drafted token the probability that it and all before it are accepted.
 
-        `confidence`: the proposer's estimate for each token, given that those before it are accepted. `by_place`:
-        whether `confidence` was measured for each position in a draft. A token's probability then depends on the
-        request's results at the same position only, otherwise also on those at all other positions."""
+        `confidence`: the proposer's estimate for each token, given that those before it are accepted.
+        `by_draft_position`: whether `confidence` was measured for each position in a draft. A token's probability
+        then depends on the request's results at the same position only, otherwise also on those at other positions."""
         counts = self._counts.get(request_id)
         probability, found = 1.0, []
         if counts is None:
@@ -62,14 +62,14 @@ class AcceptanceEstimate:
             return found
         decay = DECAY_PER_TOKEN ** (position - counts.position)
         tried, accepted = sum(counts.tried) * decay, sum(counts.accepted) * decay
-        for place, estimate in enumerate(confidence):
-            here = min(place, MAX_PLACES - 1)
+        for index, estimate in enumerate(confidence):
+            here = min(index, MAX_DRAFT_POSITIONS - 1)
             tried_here, accepted_here = counts.tried[here] * decay, counts.accepted[here] * decay
-            if by_place:
+            if by_draft_position:
                 probability *= (accepted_here + PRIOR_WEIGHT * estimate) / (tried_here + PRIOR_WEIGHT)
             else:
                 of_all = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
-                probability *= (accepted_here + PLACE_WEIGHT * of_all) / (tried_here + PLACE_WEIGHT)
+                probability *= (accepted_here + DRAFT_POSITION_WEIGHT * of_all) / (tried_here + DRAFT_POSITION_WEIGHT)
             found.append(probability)
         return found
 
@@ -90,9 +90,9 @@ class ModelAcceptance:
 
     def record(self, num_draft: int, num_accepted: int) -> None:
         """Record the result of one draft."""
-        for place in range(min(num_draft, num_accepted + 1)):
-            self._tried[place] += 1.0
-            self._accepted[place] += place < num_accepted
+        for index in range(min(num_draft, num_accepted + 1)):
+            self._tried[index] += 1.0
+            self._accepted[index] += index < num_accepted
 
     def end_step(self) -> None:
         """Let all results so far count less."""

@@ -16,7 +16,7 @@ from emberline.kv.cache import KVCache
 from emberline.models.draft_model import DraftModel
 from emberline.models.forward import HiddenCapture
 
-TokensOf = Callable[[str], Sequence[int]]  # returns all known tokens of a request, by its id
+GetTokens = Callable[[str], Sequence[int]]  # returns all known tokens of a request, by its id
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class DraftRunner:
         work: Sequence[WorkItem],
         sampled: dict[str, SampledToken],
         capture: HiddenCapture | None,
-        tokens_of: TokensOf,
+        tokens_of: GetTokens,
     ) -> dict[str, Sequence[int]]:
         """Return drafts by request id, after a step of the target model with this work and these results."""
         if capture is None:

@@ -173,16 +173,16 @@ class Drafter:
         }
         return bool(later and self._choose_lengths({r.id: r for r in pending}, later, len(running), len(later)))
 
-    def record_result(self, request: Request, work: WorkItem, first: SampledToken, num_kept: int) -> None:
+    def record_result(self, request: Request, work: WorkItem, sampled: SampledToken, num_kept: int) -> None:
         """Update the acceptance statistics with the result of a work item's draft.
 
-        `first`: the request's first sampled token; `first.further` has the others. `num_kept`: how many of these tokens
-        were added to the output."""
+        `sampled`: the request's first sampled token; `sampled.further` has the others. `num_kept`: how many of these
+        tokens were added to the output."""
         drafted = work.tokens[len(work.tokens) - work.num_draft :]
         if PENDING_TOKEN in drafted:  # of the sampled tokens, only the last differs from the draft
-            accepted = min(num_kept, len(first.further))
+            accepted = min(num_kept, len(sampled.further))
         else:
-            kept = [first, *first.further][:num_kept]
+            kept = [sampled, *sampled.further][:num_kept]
             accepted = sum(one.token == token for one, token in zip(kept, drafted, strict=False))
         request.num_drafted += work.num_draft
         request.num_accepted += accepted
@@ -276,7 +276,7 @@ class Drafter:
             return {name: len(proposal.tokens) for name, proposal in proposals.items()}
         probabilities = {
             name: self._acceptance.probabilities(
-                name, requests[name].num_known, proposal.confidence, by_place=proposal.from_model
+                name, requests[name].num_known, proposal.confidence, by_draft_position=proposal.from_model
             )
             for name, proposal in proposals.items()
         }

@@ -47,7 +47,7 @@ class FieldNames:
             setattr(
                 request,
                 name,
-                fields.take_strings(wire_name) if name == "stop" else fields.take(wire_name, _FIELD_TYPES[name]),
+                fields.read_strings(wire_name) if name == "stop" else fields.read(wire_name, _FIELD_TYPES[name]),
             )
 
     def render_copied_fields(self, request: CanonicalRequest) -> Json:

@@ -29,10 +29,10 @@ class FieldReader:
         self.path = path
 
     @overload
-    def take(self, name: str, expected_type: type[T]) -> T | None: ...
+    def read(self, name: str, expected_type: type[T]) -> T | None: ...
     @overload
-    def take(self, name: str, expected_type: type[T], default: T) -> T: ...
-    def take(self, name: str, expected_type: type[T], default: T | None = None) -> T | None:
+    def read(self, name: str, expected_type: type[T], default: T) -> T: ...
+    def read(self, name: str, expected_type: type[T], default: T | None = None) -> T | None:
         """Remove a field from `unread` and return it, or `default` if it is absent or null.
 
         A null stays in `unread`, so that rendering into the same wire format writes it again. Raises InvalidRequest
@@ -46,22 +46,22 @@ class FieldReader:
         return checked
 
     def require(self, name: str, expected_type: type[T]) -> T:
-        value = self.take(name, expected_type)
+        value = self.read(name, expected_type)
         if value is None:
             raise InvalidRequest(f"{self.path_of(name)} is required", param=self.path_of(name))
         return value
 
-    def take_list(self, name: str, parse: ValueParser[T]) -> list[T]:
+    def read_list(self, name: str, parse: ValueParser[T]) -> list[T]:
         """Remove a list from `unread` and return its parsed entries. An empty list or null stays in `unread`."""
         if self.unread.get(name) == []:
             return []
-        return parse_rows(self.take(name, list, []), self.path_of(name), parse)
+        return parse_rows(self.read(name, list, []), self.path_of(name), parse)
 
-    def take_strings(self, name: str) -> list[str] | None:
-        rows = self.take(name, list)
+    def read_strings(self, name: str) -> list[str] | None:
+        rows = self.read(name, list)
         return None if rows is None else [check_type(row, str, self.path_of(name)) for row in rows]
 
-    def take_any(self, name: str) -> Any:
+    def read_any(self, name: str) -> Any:
         """Remove a field of any type from `unread` and return it. A null stays in `unread`."""
         value = self.unread.get(name)
         if value is not None:

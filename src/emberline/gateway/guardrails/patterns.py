@@ -19,7 +19,7 @@ from typing import TypeAlias
 from emberline.gateway.core.guardrail_policy import PatternKind
 
 TextRange: TypeAlias = tuple[int, int]
-Finder: TypeAlias = Callable[[str, int], Iterator[TextRange]]  # takes the text and a start position
+PatternFinder: TypeAlias = Callable[[str, int], Iterator[TextRange]]  # takes the text and a start position
 
 MAX_MATCH_CHARS = 512  # of every kind but private keys
 MIN_PHONE_DIGITS, MAX_PHONE_DIGITS = 8, 15
@@ -304,7 +304,7 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-FINDERS: Mapping[PatternKind, Finder] = {
+FINDERS: Mapping[PatternKind, PatternFinder] = {
     "payment_card": _find_cards,
     "iban": _find_ibans,
     "api_key": _find_api_keys,

@@ -168,13 +168,13 @@ class GatewaySocket:
                 return
         await self._send_message("universal.done", metadata)
 
-    async def _send_response(self, message_type: str, metadata: Json, body: bytes, **more: Any) -> None:
+    async def _send_response(self, message_type: str, metadata: Json, body: bytes, **fields: Any) -> None:
         """Send a message that contains a provider's response. A large response is encoded in a child process."""
-        text = await offload.run_inline_if_small(len(body), encode_message, message_type, metadata, body, more)
+        text = await offload.run_inline_if_small(len(body), encode_message, message_type, metadata, body, fields)
         await self._send({"type": "websocket.send", "text": text})
 
-    async def _send_message(self, message_type: str, metadata: Json, **more: Any) -> None:
-        text = msgspec.json.encode({"type": message_type, "metadata": metadata, **more}).decode()
+    async def _send_message(self, message_type: str, metadata: Json, **fields: Any) -> None:
+        text = msgspec.json.encode({"type": message_type, "metadata": metadata, **fields}).decode()
         await self._send({"type": "websocket.send", "text": text})
 
 

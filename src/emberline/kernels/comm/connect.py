@@ -45,7 +45,7 @@ def connect_device_group(
     if collectives in ("auto", "nccl"):
         if not (obstacle := _find_nccl_obstacle(host, device)):
             assert isinstance(host, GlooGroup)
-            return NcclGroup(host, device, timeout_s=timeout_s, own_order=collectives == "auto")
+            return NcclGroup(host, device, timeout_s=timeout_s, sums_in_rank_order=collectives == "auto")
         if collectives == "nccl":
             raise CollectivesUnavailable(obstacle)
         log.warning("NCCL is unavailable: ranks=%d reason=%s", host.size, obstacle)

@@ -203,9 +203,9 @@ class IpcGroup(Communicator):
                 max_blocks=self._max_blocks,
             )
 
-    def _split(self, count: int, item_bytes: int, most_bytes: int = 0) -> Iterator[slice]:
-        """Yield slices of `count` items that each fit into a slot, or into `most_bytes` if that is not 0."""
-        step = (most_bytes or self._slot_bytes) // ALIGNMENT * ALIGNMENT // item_bytes
+    def _split(self, count: int, item_bytes: int, max_bytes: int = 0) -> Iterator[slice]:
+        """Yield slices of `count` items that each fit into a slot, or into `max_bytes` if that is not 0."""
+        step = (max_bytes or self._slot_bytes) // ALIGNMENT * ALIGNMENT // item_bytes
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def all_gather(self, x: Tensor) -> Tensor:

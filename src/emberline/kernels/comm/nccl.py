@@ -3,7 +3,7 @@
 NCCL needs a GPU for each rank. The order in which NCCL itself adds numbers depends on the size of the tensor, the
 number of ranks and the links between GPUs. All ranks get the same bits, and so do repeated runs on the same machines.
 But other communicators get other bits, and the sum of an element depends on its place in the tensor. So NCCL only
-gathers the tensors of all ranks, and each rank adds them in the order of the ranks, unless `own_order` is False.
+gathers the tensors of all ranks, and each rank adds them in the order of the ranks, unless that is turned off.
 
 If a rank does not take part within the deadline, NCCL's watchdog ends the process.
 """
@@ -25,13 +25,15 @@ from emberline.kernels.comm.gloo import GlooGroup
 class NcclGroup(Communicator):
     can_capture = True
 
-    def __init__(self, host: GlooGroup, device: torch.device, *, timeout_s: float, own_order: bool = True) -> None:
+    def __init__(
+        self, host: GlooGroup, device: torch.device, *, timeout_s: float, sums_in_rank_order: bool = True
+    ) -> None:
         """Connect the GPUs of the ranks of `host`. `close` closes `host` too.
 
-        `own_order`: whether `all_reduce` sums in the order of the ranks; otherwise NCCL sums, which is faster.
+        `sums_in_rank_order`: whether `all_reduce` sums in the order of the ranks; otherwise NCCL sums, which is faster.
         Raises CollectivesUnavailable if NCCL is missing or refuses the GPUs.
         """
-        self.rank, self.size, self._host, self._own_order = host.rank, host.size, host, own_order
+        self.rank, self.size, self._host, self._sums_in_rank_order = host.rank, host.size, host, sums_in_rank_order
         self._is_aborted, self._abort_lock = False, threading.Lock()
         if not distributed.is_nccl_available():
             raise CollectivesUnavailable("this build of torch has no NCCL")
@@ -45,7 +47,7 @@ class NcclGroup(Communicator):
             raise CollectivesUnavailable(f"NCCL cannot connect rank {host.rank} of {host.size}: {error}") from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not self._own_order:
+        if not self._sums_in_rank_order:
             x = x.contiguous()
             self._call(lambda: self._group.allreduce([x]))
             return x

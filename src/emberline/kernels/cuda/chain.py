@@ -19,8 +19,8 @@ from emberline.kernels.arguments import LayerProducts
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
 from emberline.kernels.cuda.narrow import FORMATS
-from emberline.kernels.cuda.narrow_layout import NarrowWeight
-from emberline.kernels.narrow_size import UNIT_COLUMNS
+from emberline.kernels.cuda.narrow_layout import FourBitWeight
+from emberline.kernels.four_bit_size import UNIT_COLUMNS
 
 FILE = "chain.cu"
 WARPS, BLOCKS, GROUP_ROWS, MAX_PRODUCTS = 16, 2, 32, 4  # as in chain.cu
@@ -36,7 +36,7 @@ class ChainedProduct:
     """out = norm(x) w^T + bias + residual, or silu(gate) * up if w has gates and ups. The norm is optional."""
 
     x: Tensor  # bf16 [rows, k]; may be the output of an earlier product of the chain
-    w: NarrowWeight
+    w: FourBitWeight
     out: Tensor  # bf16
     norm: Tensor | None = None  # float32 [k]: weight of an RMS norm of x
     eps: float = 0.0
@@ -60,7 +60,7 @@ class _Chain(ctypes.Structure):
     )
 
 
-def supports(rows: int, weights: Sequence[NarrowWeight], normed_columns: int) -> bool:
+def supports(rows: int, weights: Sequence[FourBitWeight], normed_columns: int) -> bool:
     """Return whether `run_chain` can multiply `rows` rows of x by these weights.
 
     `normed_columns`: the largest number of columns of an x to which a norm is applied."""
@@ -78,7 +78,7 @@ def run_layer_products(mixed: Tensor, x: Tensor, products: LayerProducts) -> Ten
     if len(x) > MAX_ROWS:
         return None
     used = products.o, products.gate_up, products.down, products.qkv
-    weights = [each.weight.handle for each in used if isinstance(each.weight.handle, NarrowWeight)]
+    weights = [each.weight.handle for each in used if isinstance(each.weight.handle, FourBitWeight)]
     if len(weights) < len(used) or x.dtype is not torch.bfloat16 or any(each.weight.fixed_order for each in used):
         return None
     if not supports(len(x), weights, x.shape[1]):
@@ -160,7 +160,7 @@ class ChainMemory:
     total_bytes: int
 
     @staticmethod
-    def make(rows: int, weights: Sequence[NarrowWeight]) -> ChainMemory:
+    def make(rows: int, weights: Sequence[FourBitWeight]) -> ChainMemory:
         """Return the layout with as many pipeline stages as fit into shared memory, up to MAX_STAGES."""
         x_bytes = rows * (2 * max(w.k for w in weights) + 16)
         group_columns = UNIT_COLUMNS * STEP_UNITS * WARPS  # of all warps, in a step

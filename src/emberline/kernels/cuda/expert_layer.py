@@ -17,7 +17,7 @@ from torch import Tensor
 
 from emberline.kernels.arguments import LinearLayer, LinearOutput
 from emberline.kernels.cuda import narrow_experts, routed_experts, router, wide
-from emberline.kernels.mixture import Mixture, OwnSums, Routing, SelectedExperts, SharedExpert, StackedExperts
+from emberline.kernels.mixture import LocalExpertSums, Mixture, Routing, SelectedExperts, SharedExpert, StackedExperts
 from emberline.kernels.op_backend import OpBackend
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.triton import experts, linear, norm, routing
@@ -67,11 +67,11 @@ class ExpertLayer:
     def select(self, x: Tensor, mixture: Mixture) -> SelectedExperts:
         """Norm the rows of x, and select the experts of each row among the experts of all ranks."""
         normed, logits = self._norm_and_score(x, mixture)
-        rows = routing.route_rows(logits, replace(mixture.routing, own=None), UNUSED_TILE_ROWS, pdl=True)
+        rows = routing.route_rows(logits, replace(mixture.routing, local_experts=None), UNUSED_TILE_ROWS, pdl=True)
         numbers, order = rows.chosen.view(len(x), -1).sort(dim=1)
         return SelectedExperts(normed, rows.weights.view(len(x), -1).gather(1, order), numbers)
 
-    def run_given(self, x: Tensor, numbers: Tensor, mixture: Mixture) -> Tensor:
+    def run_assigned_experts(self, x: Tensor, numbers: Tensor, mixture: Mixture) -> Tensor:
         """Return the output of one given expert for each row of x.
 
         `numbers`: the index of each row's expert among the experts of this rank. The kernels select experts by logits,
@@ -85,23 +85,25 @@ class ExpertLayer:
             self._add_experts(out[part], x[part], logits[part], given)
         return out
 
-    def sum_own(self, x: Tensor, mixture: Mixture) -> OwnSums:
+    def sum_local(self, x: Tensor, mixture: Mixture) -> LocalExpertSums:
         """Return what this rank adds to the output of a mixture whose experts are in slots (see ExpertSlots).
 
-        `expert_ops.sum_own_experts` describes the result. The choice of kernels depends only on the number of rows, so
-        an expert's output for a row has the same bits in every slot."""
+        `expert_ops.sum_local_experts` describes the result. The choice of kernels depends only on the number of rows,
+        so an expert's output for a row has the same bits in every slot."""
         assert mixture.slots is not None
         normed, logits = self._norm_and_score(x, mixture)
         rows = select_slots(logits, mixture.routing, mixture.slots, pdl=True)
-        own = replace(mixture, routing=replace(mixture.routing, own=mixture.slots.own))
+        local = replace(mixture, routing=replace(mixture.routing, local_experts=mixture.slots.local_slots))
         if matrices := narrow_experts.find_matrices(mixture):
-            outputs = narrow_experts.run_routed_experts(normed, logits, own, matrices, route=rows.sort)
+            outputs = narrow_experts.run_routed_experts(normed, logits, local, matrices, route=rows.sort)
         else:
-            outputs = experts.run_routed_experts(normed, logits, own, pdl=True, route=rows.sort)
+            outputs = experts.run_routed_experts(normed, logits, local, pdl=True, route=rows.sort)
         shared = None
         if mixture.shared is not None:
             shared = self.add_shared(torch.zeros_like(normed), normed, mixture.shared)
-        return OwnSums(sum_exactly(outputs, mixture.routing.experts_per_row, shared=shared, pdl=True), rows.slots)
+        return LocalExpertSums(
+            sum_exactly(outputs, mixture.routing.experts_per_row, shared=shared, pdl=True), rows.slots
+        )
 
     def add_shared(self, out: Tensor, normed: Tensor, shared: SharedExpert) -> Tensor:
         """Add the output of the shared expert for the rows `normed` to `out` in place, and return `out`."""

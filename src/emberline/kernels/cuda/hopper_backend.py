@@ -40,7 +40,7 @@ from emberline.kernels.cuda import (
     prefill,
     uw12,
     wide,
-    wide_parts,
+    wide_halves,
 )
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
@@ -48,7 +48,7 @@ from emberline.kernels.cuda.driver import count_sms
 from emberline.kernels.cuda.expert_layer import ExpertLayer
 from emberline.kernels.cuda.expert_matrices import pack_experts
 from emberline.kernels.cuda.fp8_weight import FP8Weight
-from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.narrow_layout import FourBitWeight
 from emberline.kernels.packed_weight import PackedExperts, PackedWeight, WeightLayout
 from emberline.kernels.portable_backend import (
     PortableBackend,
@@ -135,7 +135,7 @@ class HopperBackend(PortableBackend):
             y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
             handle: Any = w.handle
             return fixed_order.linear(x, handle, out=y, bias=bias)
-        if is_float32 and isinstance(w.handle, NarrowWeight):
+        if is_float32 and isinstance(w.handle, FourBitWeight):
             w = narrow_linear.unpack(w)
         if is_float32:
             return multiply_float32(x, w, bias, out)
@@ -178,7 +178,7 @@ class HopperBackend(PortableBackend):
         self, x: Tensor, layer: LinearLayer, out: Tensor | None = None, unpacker: WeightUnpacker | None = None
     ) -> Tensor:
         w = layer.weight
-        if not isinstance(w.handle, NarrowWeight) or not (product := _find_custom_kernel(apply_norm(x, layer), w)):
+        if not isinstance(w.handle, FourBitWeight) or not (product := _find_custom_kernel(apply_norm(x, layer), w)):
             return super().gate_up_gelu(x, layer, out, unpacker)
         return product(out=x.new_empty(len(x), w.n // 2) if out is None else out, gated=True, gelu=True)
 
@@ -252,7 +252,7 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    if isinstance(w.handle, NarrowWeight):
+    if isinstance(w.handle, FourBitWeight):
         return narrow_linear.find_product(x, w)
     handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_rows_for_uw12(w) else w.handle
     if w.fixed_order:
@@ -261,8 +261,8 @@ def _find_custom_kernel(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | N
     packed = isinstance(handle, uw12.UW12Weight)
     if wide.supports(m, w.n, w.k, packed=packed):
         return partial(wide.linear, x, handle)
-    if packed and wide_parts.supports(m, w.n, w.k):
-        return partial(wide_parts.linear, x, handle)
+    if packed and wide_halves.supports(m, w.n, w.k):
+        return partial(wide_halves.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
 
 

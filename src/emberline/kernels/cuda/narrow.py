@@ -16,9 +16,9 @@ from torch import Tensor
 
 from emberline.kernels.cuda.driver import CudaKernel, CudaModule, count_sms
 from emberline.kernels.cuda.linear import MAX_SHARED_BYTES
-from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.narrow_layout import FourBitWeight
+from emberline.kernels.four_bit_size import BLOCK_ROWS
 from emberline.kernels.mixture import ClampedSwiGLU
-from emberline.kernels.narrow_size import BLOCK_ROWS
 from emberline.kernels.triton.routing import SortedRows
 from emberline.kernels.work_limits import GATE_GROUP_ROWS
 
@@ -48,7 +48,7 @@ MIN_COST, WARP_COST = 0.5, 8.0  # 1.0 with 16 warps
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowPlan:
+class FourBitPlan:
     """The tile sizes and the launch parameters with which a product of one shape is computed."""
 
     blocks: int  # blocks of 16 rows of w of a warp
@@ -81,7 +81,7 @@ class NarrowPlan:
 
 
 def _name_kernel(size: tuple[int, int, int], format_name: str) -> str:
-    return NarrowPlan(*size, 1, 1, 1, 1).kernel_name(format_name)
+    return FourBitPlan(*size, 1, 1, 1, 1).kernel_name(format_name)
 
 
 KERNELS = (  # all that may be launched
@@ -95,7 +95,7 @@ VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those
 )
 
 
-class NarrowProblem(ctypes.Structure):
+class FourBitProblem(ctypes.Structure):
     """The kernels' parameter, `Problem` in narrow.cuh."""
 
     _fields_ = (
@@ -112,7 +112,7 @@ class NarrowProblem(ctypes.Structure):
 
 def linear(
     x: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     *,
     out: Tensor,
     bias: Tensor | None = None,
@@ -121,7 +121,7 @@ def linear(
     gelu: bool = False,
     fixed_order: bool = False,
     pdl: bool = True,
-    plan: NarrowPlan | None = None,
+    plan: FourBitPlan | None = None,
 ) -> Tensor:
     """Write x w^T into `out`, which is bf16 or float32, and return it.
 
@@ -143,14 +143,14 @@ def linear(
 
 def multiply_gate_up(
     x: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     rows: SortedRows,
     *,
     bias: Tensor | None = None,
     clamp: ClampedSwiGLU | None = None,
     scaled: bool = False,
     pdl: bool = True,
-    plan: NarrowPlan | None = None,
+    plan: FourBitPlan | None = None,
 ) -> Tensor:
     """Return the activations of the rows' experts, as `triton.grouped.multiply_gate_up` does."""
     assert len(x) == len(rows.weights) // rows.experts_per_row
@@ -164,13 +164,13 @@ def multiply_gate_up(
 
 def multiply_down(
     inner: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     rows: SortedRows,
     *,
     bias: Tensor | None = None,
     scaled: bool = True,
     pdl: bool = True,
-    plan: NarrowPlan | None = None,
+    plan: FourBitPlan | None = None,
 ) -> Tensor:
     """Return the outputs of the rows' experts, as `triton.grouped.multiply_down` does.
 
@@ -185,7 +185,7 @@ def multiply_down(
     return out
 
 
-def unpack(w: NarrowWeight, out: Tensor, *, pdl: bool = False) -> Tensor:
+def unpack(w: FourBitWeight, out: Tensor, *, pdl: bool = False) -> Tensor:
     """Write a matrix as bf16 [n, k] into `out` and return it.
 
     The rows of a gated matrix are written in alternating groups of `GATE_GROUP_ROWS` rows of gate and of up or, if the
@@ -218,7 +218,7 @@ def choose_plan(
     unit_bytes: int,
     *,
     fixed_order: bool = False,
-) -> NarrowPlan:
+) -> FourBitPlan:
     """Return the plan with the least estimated cost.
 
     The cost is the number of rows of w that the busiest SM computes, times a factor that is larger if few warps run on
@@ -243,7 +243,7 @@ def choose_plan(
 
 def make_plan(
     blocks: int, tiles: int, warps: int, parts: int, x_rows: int, unit_bytes: int, max_ctas: int
-) -> NarrowPlan:
+) -> FourBitPlan:
     """Return the plan with the most CTAs on an SM, up to `max_ctas`, that have memory for two stages.
 
     With MANY_WARPS warps, plans with three pipeline stages are preferred. Of plans with equally many CTAs, the one with
@@ -252,7 +252,7 @@ def make_plan(
     many = warps == MANY_WARPS
     options = product((3, 2) if many else (2,), range(max_ctas, 0, -1), (2, 1, 0) if many else (1, 0))
     for min_stages, ctas, buffers in options:
-        plan = NarrowPlan(blocks, tiles, warps, parts, 0, buffers, ctas)
+        plan = FourBitPlan(blocks, tiles, warps, parts, 0, buffers, ctas)
         limit = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas - RESERVED_SHARED_BYTES
         base = plan.layout_bytes(x_rows, unit_bytes)
         stages = (limit - base) // (replace(plan, stages=1).layout_bytes(x_rows, unit_bytes) - base)
@@ -261,12 +261,12 @@ def make_plan(
     raise AssertionError(f"no plan fits {x_rows} rows with {blocks} blocks of {unit_bytes} bytes")
 
 
-def describe_problem(x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None) -> NarrowProblem:
+def describe_problem(x: Tensor, w: FourBitWeight, out: Tensor, bias: Tensor | None) -> FourBitProblem:
     """Return the kernel's parameter for a product, without rows and plan. `bias`: float32 [n], or [experts, n]."""
     assert x.dtype is torch.bfloat16 and x.is_contiguous() and x.shape[1] == w.k and x.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.is_contiguous() and bias.shape[-1] == w.n)
     assert out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float32)
-    return NarrowProblem(
+    return FourBitProblem(
         codes=w.data.data_ptr(),
         expert_bytes=w.data.stride(0),
         row_scales=None if w.row_scales is None else w.row_scales.data_ptr(),
@@ -283,8 +283,8 @@ def describe_problem(x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | Non
 
 
 def describe_dense(
-    x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool, gelu: bool
-) -> NarrowProblem:
+    x: Tensor, w: FourBitWeight, out: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool, gelu: bool
+) -> FourBitProblem:
     """Return the kernel's parameter for a dense product, in which the plan is not set yet."""
     m, width = out.shape
     assert m == len(x) >= 1 and w.n == (2 * width if gated else width) and len(w.data) == 1
@@ -298,8 +298,8 @@ def describe_dense(
 
 
 def describe_gate_up(
-    x: Tensor, w: NarrowWeight, out: Tensor, bias: Tensor | None, clamp: ClampedSwiGLU | None
-) -> NarrowProblem:
+    x: Tensor, w: FourBitWeight, out: Tensor, bias: Tensor | None, clamp: ClampedSwiGLU | None
+) -> FourBitProblem:
     """Return the kernel's parameter for the gate and up products of experts.
 
     The rows and the plan are set later. The kernel that follows, for the down products, reads the tables of the sorted
@@ -314,7 +314,7 @@ def describe_gate_up(
     return problem
 
 
-def describe_sorted(problem: NarrowProblem, rows: SortedRows, *, scaled: bool) -> None:
+def describe_sorted(problem: FourBitProblem, rows: SortedRows, *, scaled: bool) -> None:
     """Set the sorted rows in the kernel's parameter for a product of experts.
 
     `scaled`: whether outputs, or inputs if the problem is gated, are multiplied by the routing weights."""
@@ -325,7 +325,7 @@ def describe_sorted(problem: NarrowProblem, rows: SortedRows, *, scaled: bool) -
 
 
 def _launch_sorted(
-    problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, rows: SortedRows, *, scaled: bool, pdl: bool
+    problem: FourBitProblem, w: FourBitWeight, plan: FourBitPlan, rows: SortedRows, *, scaled: bool, pdl: bool
 ) -> None:
     assert rows.tile_rows == 8 * plan.tiles
     describe_sorted(problem, rows, scaled=scaled)
@@ -333,16 +333,16 @@ def _launch_sorted(
     _launch(problem, w, plan, min(rows.max_tiles * _count_items(w, plan), _count_ctas(plan)), pdl=pdl)
 
 
-def _count_items(w: NarrowWeight, plan: NarrowPlan) -> int:
+def _count_items(w: FourBitWeight, plan: FourBitPlan) -> int:
     """Return the number of work items of one tile of rows of x."""
     return -(-w.n // plan.cta_rows)
 
 
-def _count_ctas(plan: NarrowPlan) -> int:
+def _count_ctas(plan: FourBitPlan) -> int:
     return plan.ctas_per_sm * count_sms()
 
 
-def _launch(problem: NarrowProblem, w: NarrowWeight, plan: NarrowPlan, ctas: int, *, pdl: bool) -> None:
+def _launch(problem: FourBitProblem, w: FourBitWeight, plan: FourBitPlan, ctas: int, *, pdl: bool) -> None:
     problem.stages, problem.parts, problem.buffers = plan.stages, plan.parts, plan.buffers
     _get_kernel(plan.kernel_name(w.format))(
         (ctas, 1, 1),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from emberline.kernels.cuda import narrow, narrow_wide, routing
-from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
+from emberline.kernels.cuda.narrow_layout import FourBitWeight, pack
 from emberline.kernels.mixture import Mixture, StackedExperts
 from emberline.kernels.packed_weight import PackedExperts, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
@@ -27,17 +27,17 @@ def pack_experts(matrices: QuantisedMatrix, *, gated: bool = False) -> PackedExp
     return PackedExperts(len(packed.data), packed.n, packed.k, WeightLayout.QUANTISED, packed, packed.nbytes, gated)
 
 
-def find_matrices(mixture: Mixture) -> tuple[NarrowWeight, NarrowWeight] | None:
+def find_matrices(mixture: Mixture) -> tuple[FourBitWeight, FourBitWeight] | None:
     """Return the matrices of gate and up, and of down; None if they are not 4-bit codes."""
     experts = mixture.experts
     assert isinstance(experts, StackedExperts)
     if not isinstance(experts.gate_up, PackedExperts) or not isinstance(experts.down, PackedExperts):
         return None
     gate_up, down = experts.gate_up.handle, experts.down.handle
-    return (gate_up, down) if isinstance(gate_up, NarrowWeight) and isinstance(down, NarrowWeight) else None
+    return (gate_up, down) if isinstance(gate_up, FourBitWeight) and isinstance(down, FourBitWeight) else None
 
 
-def choose_kernels(assignments: int, count: int, matrices: tuple[NarrowWeight, NarrowWeight]) -> Any:
+def choose_kernels(assignments: int, count: int, matrices: tuple[FourBitWeight, FourBitWeight]) -> Any:
     """Return the module whose kernels are faster: `narrow` or `narrow_wide`.
 
     `assignments`: the number of pairs of a row and one of its experts. `count`: the number of experts."""
@@ -50,7 +50,7 @@ def run_routed_experts(
     normed: Tensor,
     logits: Tensor,
     mixture: Mixture,
-    matrices: tuple[NarrowWeight, NarrowWeight],
+    matrices: tuple[FourBitWeight, FourBitWeight],
     *,
     route: RouteRows = routing.route_rows,
 ) -> Tensor:
@@ -67,4 +67,4 @@ def run_routed_experts(
         normed, gate_up, rows, bias=experts.gate_up_bias, clamp=mixture.clamp, scaled=scaled
     )
     outputs: Tensor = kernels.multiply_down(inner, down, rows, bias=experts.down_bias, scaled=not scaled)
-    return clear_other_outputs(outputs, rows, rules.own)
+    return clear_other_outputs(outputs, rows, rules.local_experts)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from emberline.kernels.narrow_size import (
+from emberline.kernels.four_bit_size import (
     BLOCK_ROWS,
     CODE_BYTES,
     GROUP_BLOCKS,
@@ -56,7 +56,7 @@ INT4_BITS = tuple(tuple(1 << 4 * place + bit for bit in range(4)) for place in r
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NarrowWeight:
+class FourBitWeight:
     """A matrix [n, k] of 4-bit codes as `narrow.cu` reads it, or the matrices of all experts of a layer."""
 
     data: Tensor  # uint8 [experts, groups of 4 blocks, units of a row, 4, bytes of a unit]
@@ -101,7 +101,7 @@ def count_bytes(matrix: QuantisedMatrix) -> int | None:
     return math.prod(matrix.codes.shape[:-2]) * size + order
 
 
-def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight | None:
+def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> FourBitWeight | None:
     """Return the matrix in the layout of `narrow.cu`, or None if `supports` is false.
 
     `gated`: whether the first half of the rows are those of gate and the second half those of up.
@@ -128,7 +128,7 @@ def pack(matrix: QuantisedMatrix, *, gated: bool = False) -> NarrowWeight | None
     row_scales = found.row_factors if matrix.row_scale is None else matrix.row_scale.view(len(codes), -1)
     if row_scales is not None:
         row_scales = pad(row_scales, (0, padding))
-    return NarrowWeight(data, found.format, matrix.n, matrix.k, found.factor, row_scales, matrix.columns, gated)
+    return FourBitWeight(data, found.format, matrix.n, matrix.k, found.factor, row_scales, matrix.columns, gated)
 
 
 def _select_rows(values: Tensor, first: int, last: int, *, gated: bool) -> Tensor:
@@ -236,7 +236,7 @@ def _choose_exponent(scales: Tensor) -> int:
     return 14 - math.frexp(largest)[1] if 0 < largest < math.inf else 0
 
 
-def use_common_factor(weight: NarrowWeight) -> NarrowWeight | None:
+def use_common_factor(weight: FourBitWeight) -> FourBitWeight | None:
     """Return the weight with the factor of all weights of its format, so that experts can move.
 
     All sums of a weight are multiplied by its `factor`. Its scales are changed in place to fit the new factor. Return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cuda import narrow, narrow_wide
-from emberline.kernels.cuda.narrow_layout import NarrowWeight, pack
+from emberline.kernels.cuda.narrow_layout import FourBitWeight, pack
 from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.quantised_matrix import QuantisedMatrix
 
@@ -24,7 +24,7 @@ def pack_weight(matrix: QuantisedMatrix, *, gated: bool = False) -> PackedWeight
 
 def unpack(weight: PackedWeight) -> PackedWeight:
     """Return the weight as rows of bf16."""
-    assert isinstance(weight.handle, NarrowWeight)
+    assert isinstance(weight.handle, FourBitWeight)
     rows = torch.empty(weight.n, weight.k, dtype=torch.bfloat16, device=weight.data.device)
     narrow.unpack(weight.handle, rows)
     return PackedWeight(rows, weight.n, weight.k, rows.dtype, WeightLayout.ROWS, weight.gated, rows.data_ptr())
@@ -33,7 +33,7 @@ def unpack(weight: PackedWeight) -> PackedWeight:
 def find_product(x: Tensor, weight: PackedWeight) -> Callable[..., Tensor] | None:
     """Return a kernel bound to x and the weight; None if the weight should be unpacked, because x has many rows."""
     handle = weight.handle
-    assert isinstance(handle, NarrowWeight)
+    assert isinstance(handle, FourBitWeight)
     if not weight.fixed_order and narrow_wide.supports(len(x), handle):
         return partial(narrow_wide.linear, x, handle)
     if weight.fixed_order:

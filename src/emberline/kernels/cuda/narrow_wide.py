@@ -18,16 +18,16 @@ from emberline.kernels.cuda.narrow import (
     MIN_COST,
     RESERVED_SHARED_BYTES,
     WARP_COST,
-    NarrowProblem,
+    FourBitProblem,
     describe_dense,
     describe_gate_up,
     describe_problem,
     describe_sorted,
 )
-from emberline.kernels.cuda.narrow_layout import NarrowWeight
+from emberline.kernels.cuda.narrow_layout import FourBitWeight
 from emberline.kernels.cuda.wide import MAX_CLUSTERS
+from emberline.kernels.four_bit_size import UNIT_COLUMNS
 from emberline.kernels.mixture import ClampedSwiGLU
-from emberline.kernels.narrow_size import UNIT_COLUMNS
 from emberline.kernels.triton.routing import SortedRows, select_tiles
 from emberline.kernels.work_limits import MAX_COPIED_PLACES, split_evenly
 
@@ -53,7 +53,7 @@ MAX_STAGES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class WideNarrowPlan:
+class WideFourBitPlan:
     """The tile sizes and the launch parameters with which a product of one shape is computed."""
 
     groups: int
@@ -74,15 +74,15 @@ class WideNarrowPlan:
 
 
 KERNELS = tuple(  # all that may be launched
-    WideNarrowPlan(groups, columns, 1, 1).kernel_name(name)
+    WideFourBitPlan(groups, columns, 1, 1).kernel_name(name)
     for columns, counts in GROUPS.items()
     for groups in counts
     for name in FORMATS
 )
 VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those would take long to compile
-    *(WideNarrowPlan(1, 32, 1, 1).kernel_name(name) for name in FORMATS),
+    *(WideFourBitPlan(1, 32, 1, 1).kernel_name(name) for name in FORMATS),
     *(
-        WideNarrowPlan(groups, columns, 1, 1).kernel_name(FORMATS[0])
+        WideFourBitPlan(groups, columns, 1, 1).kernel_name(FORMATS[0])
         for columns, counts in GROUPS.items()
         for groups in counts
         if (groups, columns) != (1, 32)
@@ -92,7 +92,7 @@ VARIANTS = (  # all formats and all tile sizes, but not all pairs of them: those
 
 def linear(
     x: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     *,
     out: Tensor,
     bias: Tensor | None = None,
@@ -100,7 +100,7 @@ def linear(
     gated: bool = False,
     gelu: bool = False,
     pdl: bool = True,
-    plan: WideNarrowPlan | None = None,
+    plan: WideFourBitPlan | None = None,
 ) -> Tensor:
     """Write x w^T into `out` and return it; the arguments are those of `cuda.narrow.linear`."""
     if w.columns is not None:
@@ -115,14 +115,14 @@ def linear(
 
 def multiply_gate_up(
     x: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     rows: SortedRows,
     *,
     bias: Tensor | None = None,
     clamp: ClampedSwiGLU | None = None,
     scaled: bool = False,
     pdl: bool = True,
-    plan: WideNarrowPlan | None = None,
+    plan: WideFourBitPlan | None = None,
 ) -> Tensor:
     """Return the activations of the rows' experts in the order of the tiles of `rows`, [places in tiles, width].
 
@@ -145,13 +145,13 @@ def multiply_gate_up(
 
 def multiply_down(
     inner: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     rows: SortedRows,
     *,
     bias: Tensor | None = None,
     scaled: bool = True,
     pdl: bool = True,
-    plan: WideNarrowPlan | None = None,
+    plan: WideFourBitPlan | None = None,
 ) -> Tensor:
     """Return the outputs [rows * experts per row, n] of the rows' experts. `inner`: the result of `multiply_gate_up`.
 
@@ -171,7 +171,7 @@ def choose_tile_rows(assignments: int, experts: int) -> int:
 
 
 @cache
-def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> WideNarrowPlan:
+def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> WideFourBitPlan:
     """Return the plan with the least estimated time for `experts` matrices and m rows of x for each of them."""
     columns = next((size for size in COLUMNS if size >= m), COLUMNS[-1])
     tiles = -(-m // columns) * experts
@@ -185,13 +185,13 @@ def choose_plan(m: int, experts: int, n: int, units: int, unit_bytes: int) -> Wi
     return min(plans, key=lambda plan: estimate_us(plan, tiles, n, units, unit_bytes))
 
 
-def make_plan(groups: int, columns: int, parts: int, unit_bytes: int) -> WideNarrowPlan:
+def make_plan(groups: int, columns: int, parts: int, unit_bytes: int) -> WideFourBitPlan:
     """Return the plan with as many stages as fit."""
     ctas = count_ctas(groups, columns)
     limit = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas - RESERVED_SHARED_BYTES
-    plan = WideNarrowPlan(groups, columns, parts, 1)
+    plan = WideFourBitPlan(groups, columns, parts, 1)
     stages = min(MAX_STAGES, (limit - 1024) // (plan.slot_bytes(unit_bytes) + 16))
-    return WideNarrowPlan(groups, columns, parts, stages)
+    return WideFourBitPlan(groups, columns, parts, stages)
 
 
 def count_ctas(groups: int, columns: int) -> int:
@@ -201,7 +201,7 @@ def count_ctas(groups: int, columns: int) -> int:
     return 2 if groups == 2 else 3 if columns == 64 else 4
 
 
-def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_bytes: int) -> float:
+def estimate_us(plan: WideFourBitPlan, row_tiles: int, n: int, units: int, unit_bytes: int) -> float:
     """Return the estimated time of a product, limited by memory, the L2, or the busiest SM."""
     ctas = row_tiles * -(-n // (64 * plan.groups)) * plan.parts
     own_units = -(-units // plan.parts)
@@ -220,11 +220,11 @@ def estimate_us(plan: WideNarrowPlan, row_tiles: int, n: int, units: int, unit_b
 
 
 def _launch_sorted(
-    problem: NarrowProblem,
+    problem: FourBitProblem,
     x: Tensor,
-    w: NarrowWeight,
+    w: FourBitWeight,
     rows: SortedRows,
-    plan: WideNarrowPlan | None,
+    plan: WideFourBitPlan | None,
     *,
     scaled: bool,
     pdl: bool,
@@ -236,7 +236,7 @@ def _launch_sorted(
 
 
 def _launch(
-    problem: NarrowProblem, x: Tensor, w: NarrowWeight, plan: WideNarrowPlan, row_tiles: int, *, pdl: bool
+    problem: FourBitProblem, x: Tensor, w: FourBitWeight, plan: WideFourBitPlan, row_tiles: int, *, pdl: bool
 ) -> None:
     assert supports_shape(w), "tiles of x have 64 columns"
     tiles = x.view(len(x), -1, TILE_K).transpose(0, 1)
@@ -263,11 +263,11 @@ def _get_kernel(kernel_name: str) -> CudaKernel:
     return CudaModule(FILE, [kernel_name]).kernel(kernel_name, MAX_SHARED_BYTES)
 
 
-def supports(m: int, w: NarrowWeight) -> bool:
+def supports(m: int, w: FourBitWeight) -> bool:
     """Return whether `linear` supports m rows of x and is faster than `cuda.narrow.linear`."""
     return MIN_ROWS <= m <= MAX_ROWS and supports_shape(w)
 
 
-def supports_shape(w: NarrowWeight) -> bool:
+def supports_shape(w: FourBitWeight) -> bool:
     """Return whether the kernels of this module can read the matrix."""
     return w.k % TILE_K == 0

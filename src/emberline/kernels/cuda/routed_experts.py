@@ -117,5 +117,5 @@ def view_matrices(part: Tensor | PackedExperts, *, gated: bool = False) -> Exper
 def _is_supported(normed: Tensor, mixture: Mixture) -> bool:
     experts = mixture.experts
     assert isinstance(experts, StackedExperts)
-    is_plain = mixture.clamp is None and experts.gate_up_bias is None and mixture.routing.own is None
+    is_plain = mixture.clamp is None and experts.gate_up_bias is None and mixture.routing.local_experts is None
     return normed.dtype is torch.bfloat16 and is_plain

@@ -27,7 +27,7 @@ ROWS_PER_BLOCK = ((8, 1024), (16, 2048), (32, 1 << 30))
 
 
 def supports(experts: int, rules: Routing) -> bool:
-    if rules.own is not None:
+    if rules.local_experts is not None:
         return False
     return experts <= MAX_EXPERTS and rules.experts_per_row <= MAX_EXPERTS_PER_ROW and rules.groups == 1
 

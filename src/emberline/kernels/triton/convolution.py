@@ -131,7 +131,11 @@ def convolve(x: Tensor, layer: DeltaLayer, states: LayerStates, *, pdl: bool = F
         kept = nothing
         if drafts is not None:
             assert states.saves is not None and drafts.conv.is_contiguous() and drafts.conv.dtype is x.dtype
-            kept = *(drafts.conv, drafts.places, drafts.accepted, drafts.counts), *states.saves, drafts.conv.shape[1]
+            kept = (
+                *(drafts.conv, drafts.draft_slots, drafts.accepted, drafts.counts),
+                *states.saves,
+                drafts.conv.shape[1],
+            )
         _convolve_rows[(few, blocks)](
             *step, *kept, 0, *sizes, ROW_CHANNELS, True, drafts is not None, pdl, num_warps=4, launch_pdl=pdl
         )

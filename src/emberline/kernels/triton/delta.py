@@ -141,7 +141,7 @@ def scan_tokens(
     drafts, kept = states.drafts, (*(states.slots,) * 6, 0)
     if drafts is not None:
         assert states.saves is not None and drafts.rule.is_contiguous() and drafts.rule.dtype is mixed.dtype
-        kept = *(drafts.rule, drafts.places, drafts.accepted, drafts.counts), *states.saves, drafts.rule.shape[1]
+        kept = *(drafts.rule, drafts.draft_slots, drafts.accepted, drafts.counts), *states.saves, drafts.rule.shape[1]
     columns, keys = min(COLUMNS, next_power_of_two(layer.value_dim)), next_power_of_two(layer.key_dim)
     _scan_tokens[(-(-layer.value_dim // columns), layer.value_heads, len(rows))](
         mixed, gates.steps, gates.times, layer.rates, layer.time_bias, states.matrices, out,
@@ -158,7 +158,7 @@ def keep_rows(mixed: Tensor, gates: DeltaGates, layer: DeltaLayer, states: Layer
     drafts = states.drafts
     assert drafts is not None
     _keep_rows[(states.few_token_rows, -(-layer.draft_width // KEPT_COLUMNS))](
-        mixed, gates.steps, gates.times, drafts.rule, states.metadata.query_start, drafts.places, drafts.counts,
+        mixed, gates.steps, gates.times, drafts.rule, states.metadata.query_start, drafts.draft_slots, drafts.counts,
         drafts.rule.shape[1], gates.steps.stride(0), layer.channels, layer.value_heads, KEPT_COLUMNS, pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

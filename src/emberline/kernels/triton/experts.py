@@ -65,7 +65,7 @@ def run_routed_experts(
     )  # fmt: skip
     multiply = multiply_down if isinstance(down, Tensor) else narrow.multiply_down
     outputs = multiply(inner, down, rows, tiles.down, bias=experts.down_bias, scaled=not scaled, pdl=pdl)
-    return routing.clear_other_outputs(outputs, rows, rules.own)
+    return routing.clear_other_outputs(outputs, rows, rules.local_experts)
 
 
 def find_matrices(weights: Tensor | PackedExperts) -> Any:

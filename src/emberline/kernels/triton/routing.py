@@ -310,7 +310,7 @@ def route_rows(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool = Fa
     some of the experts, the result has only the tiles of these experts.
     """
     found = route_to_all(logits, rules, tile_rows, pdl=pdl)
-    return found if rules.own is None else select_own_tiles(found, rules.own)
+    return found if rules.local_experts is None else select_local_tiles(found, rules.local_experts)
 
 
 def select_tiles(rows: SortedRows, tiles: slice) -> SortedRows:
@@ -326,31 +326,31 @@ def select_tiles(rows: SortedRows, tiles: slice) -> SortedRows:
     )
 
 
-def select_own_tiles(rows: SortedRows, own: range) -> SortedRows:
-    """Return the sorted rows with only the tiles of the experts `own`, which are renumbered from 0."""
+def select_local_tiles(rows: SortedRows, local: range) -> SortedRows:
+    """Return the sorted rows with only the tiles of the experts `local`, which are renumbered from 0."""
     tile = torch.arange(rows.max_tiles, device=rows.chosen.device)
     is_used = tile < rows.num_tiles
-    first = (is_used & (rows.tile_experts < own.start)).sum()  # tiles are sorted by expert
-    count = (is_used & (rows.tile_experts >= own.start) & (rows.tile_experts < own.stop)).sum()
+    first = (is_used & (rows.tile_experts < local.start)).sum()  # tiles are sorted by expert
+    count = (is_used & (rows.tile_experts >= local.start) & (rows.tile_experts < local.stop)).sum()
     at = (tile + first).clamp_(max=rows.max_tiles - 1)
     return replace(
         rows,
         order=rows.order.view(-1, rows.tile_rows)[at].flatten(),
-        tile_experts=(rows.tile_experts[at] - own.start).clamp_(0, len(own) - 1),
+        tile_experts=(rows.tile_experts[at] - local.start).clamp_(0, len(local) - 1),
         tile_counts=rows.tile_counts[at],
         num_tiles=count.to(torch.int32).view(1),
     )
 
 
-def clear_other_outputs(outputs: Tensor, rows: SortedRows, own: range | None) -> Tensor:
-    """Set outputs of experts outside `own`, which are not computed, to 0 in place; return `outputs`."""
-    if own is None:
+def clear_other_outputs(outputs: Tensor, rows: SortedRows, local: range | None) -> Tensor:
+    """Set outputs of experts outside `local`, which are not computed, to 0 in place; return `outputs`."""
+    if local is None:
         return outputs
-    return outputs.masked_fill_(((rows.chosen < own.start) | (rows.chosen >= own.stop))[:, None], 0)
+    return outputs.masked_fill_(((rows.chosen < local.start) | (rows.chosen >= local.stop))[:, None], 0)
 
 
 def route_to_all(logits: Tensor, rules: Routing, tile_rows: int, *, pdl: bool) -> SortedRows:
-    """Return the experts that each row selects, with the tiles of all experts, whatever `rules.own` says."""
+    """Return the experts that each row selects, with the tiles of all experts, whatever `rules.local_experts` says."""
     rows, experts = logits.shape
     assert logits.dtype is torch.float32 and logits.is_contiguous() and rows
     top, correction = rules.experts_per_row, rules.correction

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emberline.kernels.expert_slots import ExpertSlots
 from emberline.kernels.mixture import Routing
-from emberline.kernels.triton.routing import SortedRows, route_to_all, select_own_tiles
+from emberline.kernels.triton.routing import SortedRows, route_to_all, select_local_tiles
 
 UNUSED_TILE_ROWS = 16  # `route_to_all` needs a tile size, but `select_slots` ignores the tiles that it returns
 
@@ -37,7 +37,7 @@ class SlottedRows:
         marks = torch.zeros(rows, self.table.count, dtype=torch.float32, device=logits.device)
         marks.scatter_(1, self.slots, order.expand(rows, top))
         found = route_to_all(marks, Routing(top, scores="sigmoid"), tile_rows, pdl=pdl)
-        return select_own_tiles(replace(found, weights=self.weights), self.table.own)
+        return select_local_tiles(replace(found, weights=self.weights), self.table.local_slots)
 
 
 def select_slots(logits: Tensor, rules: Routing, table: ExpertSlots, *, pdl: bool = False) -> SlottedRows:

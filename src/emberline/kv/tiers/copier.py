@@ -24,12 +24,12 @@ class HostBlockCopier:
     def __init__(self, cache: KVCache, states: StateCache | None = None) -> None:
         """`states`: memory of recurrent layers, whose pages are copied too."""
         self._shape = cache.shape
-        parts = (part.view(torch.uint8).flatten(2) for part in cache.parts)
+        parts = (part.view(torch.uint8).flatten(2) for part in cache.tensors)
         self._parts: list[Bytes] = [part.numpy() for part in parts]  # [layer, block, byte]
         self._states: list[Bytes] = []  # [layer, slot, byte]
         self._pages = StatePages(cache.num_blocks, 1)
         if states is not None:
-            self._pages = StatePages.cut(states.shape.slot_bytes, self._shape.block_bytes, cache.num_blocks)
+            self._pages = StatePages.for_slots(states.shape.slot_bytes, self._shape.block_bytes, cache.num_blocks)
             tensors = (tensor for tensor in (states.conv, states.matrices) if tensor.numel())
             self._states = [tensor.flatten(2).view(torch.uint8).numpy() for tensor in tensors]
 
@@ -82,4 +82,4 @@ class HostBlockCopier:
 
     def _view_buffer_as_array(self, buffer: memoryview) -> NDArray[np.uint8]:
         shape = self._shape
-        return np.frombuffer(buffer, np.uint8, shape.block_bytes).reshape(shape.parts, shape.layers, -1)
+        return np.frombuffer(buffer, np.uint8, shape.block_bytes).reshape(shape.num_tensors, shape.layers, -1)

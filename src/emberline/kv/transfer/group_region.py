@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.kv.block_part import BlockPart
+from emberline.kv.block_shard import BlockShard
 from emberline.kv.transfer.errors import TransferTimeout
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.piece import TransferPiece
@@ -57,16 +57,16 @@ class StepCounter:
 
 
 @dataclass(frozen=True, slots=True)
-class PartOfPiece:
+class RankPiece:
     """The part of a transfer piece that one rank has."""
 
-    part: int  # index of the rank
+    index: int  # of the rank
     piece: TransferPiece  # the part, with the layers numbered as in the rank's own blocks
     wire: NDArray[np.uint8]  # view of the part in the bytes of the whole piece: [layer, keys or values, block, byte]
 
 
 class DividedRegion(Region):
-    def __init__(self, layout: KVLayout, num_blocks: int, parts: Sequence[BlockPart]) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, parts: Sequence[BlockShard]) -> None:
         """`layout`: the layout of whole blocks. `parts`: the part of a block that each rank has.
 
         Together, the parts cover whole blocks."""
@@ -84,7 +84,7 @@ class DividedRegion(Region):
 
     def _divide(
         self, piece: TransferPiece, blocks: BlockIds, wire_layout: KVLayout, data: memoryview, *, includes_copies: bool
-    ) -> Iterator[PartOfPiece]:
+    ) -> Iterator[RankPiece]:
         """Yield each rank's part of the piece. `data`: bytes of the piece, in the order of a sender with `wire_layout`.
 
         `includes_copies`: also yield a part if an earlier rank has the same layers and heads."""
@@ -100,7 +100,7 @@ class DividedRegion(Region):
                 columns = slice(part.heads.start * head_bytes, part.heads.stop * head_bytes)
                 wire = whole[first - piece.first_layer : end - piece.first_layer, :, rows, columns]
                 own_piece = replace(share, first_layer=first - own.start, end_layer=end - own.start)
-                yield PartOfPiece(number, own_piece, wire)
+                yield RankPiece(number, own_piece, wire)
 
     def _split_by_group(self, piece: TransferPiece, blocks: BlockIds) -> Iterator[tuple[int, TransferPiece]]:
         """Split the piece so that all blocks of a part belong to one group of layers. Yield each group and part.
@@ -119,7 +119,7 @@ class DividedRegion(Region):
 
 class GroupRegion(DividedRegion):
     def __init__(
-        self, layout: KVLayout, parts: Sequence[tuple[BlockPart, HostRegion]], steps: StepCounter | None = None
+        self, layout: KVLayout, parts: Sequence[tuple[BlockShard, HostRegion]], steps: StepCounter | None = None
     ) -> None:
         """`layout`: the layout of whole blocks. `parts`: the part of a block that each rank has, and the rank's memory.
 
@@ -158,7 +158,7 @@ class GroupRegion(DividedRegion):
         Each item has the elements in `data`, all elements in the rank's memory, and the indexes of the part's elements
         in that memory. `includes_copies`: also yield a part if an earlier rank has the same layers and heads."""
         for each in self._divide(piece, blocks, wire_layout, data, includes_copies=includes_copies):
-            memory, own_layers = self._memories[each.part], range(each.piece.first_layer, each.piece.end_layer)
+            memory, own_layers = self._memories[each.index], range(each.piece.first_layer, each.piece.end_layer)
             for kv_index in range(self.layout.parts):
                 size, index = memory.element_indices(each.piece, blocks, wire_layout, kv_index)
                 wire = each.wire[:, kv_index].view(f"V{size}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from emberline.core.errors import InvalidRequest
-from emberline.sim.prompt import PromptPart, SimPromptBuilder, SimRequest
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder, SimRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
 from emberline.sim.workloads.requests import check_median_tokens, check_spread
 
@@ -49,7 +49,7 @@ class AgentWorkload:
     def sessions(self, seed: int) -> Iterator[AgentSession]:
         """Yield the conversations in the order of their start."""
         rng = random.Random(seed)
-        systems = [PromptPart(f"{seed}/system-{i}", rng.randint(*self.system_tokens)) for i in range(self.systems)]
+        systems = [PromptSegment(f"{seed}/system-{i}", rng.randint(*self.system_tokens)) for i in range(self.systems)]
         for i, time in enumerate(self._draw_starts(rng)):
             turns, system = rng.randint(*self.turns), rng.choice(systems)
             yield AgentSession(f"session-{i}", time, turns, random.Random(rng.getrandbits(64)), self, system)
@@ -67,19 +67,19 @@ class AgentSession:
     turns_left: int
     rng: random.Random
     workload: AgentWorkload
-    system: PromptPart
+    system: PromptSegment
     _prompt: SimPromptBuilder = field(default_factory=SimPromptBuilder)
-    _reply: PromptPart | None = None  # reply to the last request
+    _reply: PromptSegment | None = None  # reply to the last request
 
     def next_request(self) -> SimRequest:
         """Add a user message to the conversation, and return the request for the next reply."""
-        if not self._prompt.parts:
+        if not self._prompt.segments:
             self._prompt.add(self.system)
         turn, workload = f"{self.name}/{self.turns_left}", self.workload
         if self._reply is not None:
             self._prompt.add(self._reply)
-        self._prompt.add(PromptPart(f"{turn}/user", self._draw_token_count(workload.user_tokens)))
-        self._reply = PromptPart(f"{turn}/reply", self._draw_token_count(workload.reply_tokens))
+        self._prompt.add(PromptSegment(f"{turn}/user", self._draw_token_count(workload.user_tokens)))
+        self._reply = PromptSegment(f"{turn}/reply", self._draw_token_count(workload.reply_tokens))
         return self._prompt.build_request(turn, self._reply)
 
     def record_reply(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from emberline.core.errors import InvalidRequest
-from emberline.sim.prompt import PromptPart, SimPromptBuilder
+from emberline.sim.prompt import PromptSegment, SimPromptBuilder
 from emberline.sim.sessions import SimSession, SingleRequest
 from emberline.sim.workloads.arrivals import ArrivalRate, draw_arrivals
 
@@ -50,11 +50,11 @@ class RequestWorkload:
     def sessions(self, seed: int) -> Iterator[SingleRequest]:
         rng = random.Random(seed)
         for number, time in enumerate(draw_arrivals(self.arrivals, self.seconds, rng)):
-            parts = [PromptPart(f"{seed}/request-{number}", self._draw(rng, self.prompt_tokens))]
+            segments = [PromptSegment(f"{seed}/request-{number}", self._draw(rng, self.prompt_tokens))]
             if self.shared_tokens:
                 shared = f"{seed}/shared-{rng.randrange(self.shared_prompts)}"
-                parts.insert(0, PromptPart(shared, self.shared_tokens))
-            yield make_single_request(request_id(number), time, parts, self._draw(rng, self.output_tokens))
+                segments.insert(0, PromptSegment(shared, self.shared_tokens))
+            yield make_single_request(request_id(number), time, segments, self._draw(rng, self.output_tokens))
 
     def _draw(self, rng: random.Random, median: float) -> int:
         return max(1, round(median * rng.lognormvariate(0.0, self.spread) if self.spread else median))
@@ -79,8 +79,10 @@ def reply_key(number: int) -> str:
     return f"{request_id(number)}/reply"
 
 
-def make_single_request(name: str, starts_at: float, parts: Iterable[PromptPart], output_tokens: int) -> SingleRequest:
+def make_single_request(
+    name: str, starts_at: float, segments: Iterable[PromptSegment], output_tokens: int
+) -> SingleRequest:
     prompt = SimPromptBuilder()
-    for part in parts:
-        prompt.add(part)
-    return SingleRequest(starts_at, prompt.build_request(name, PromptPart(f"{name}/reply", output_tokens)))
+    for segment in segments:
+        prompt.add(segment)
+    return SingleRequest(starts_at, prompt.build_request(name, PromptSegment(f"{name}/reply", output_tokens)))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import InvalidRequest
-from emberline.sim.prompt import PromptPart
+from emberline.sim.prompt import PromptSegment
 from emberline.sim.sessions import SingleRequest
 from emberline.sim.workloads.requests import make_single_request, reply_key, request_id
 
@@ -39,7 +39,7 @@ class TraceError(InvalidRequest):
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     time: float  # seconds since the first request
-    parts: tuple[PromptPart, ...]
+    segments: tuple[PromptSegment, ...]
     output_tokens: int
     session: str = ""  # conversation whose prompts continue one another; "": unknown
 
@@ -55,7 +55,7 @@ class TraceWorkload:
 
     def sessions(self, seed: int) -> Iterator[SingleRequest]:
         for number, each in enumerate(self.requests):
-            yield make_single_request(request_id(number), each.time / self.speed, each.parts, each.output_tokens)
+            yield make_single_request(request_id(number), each.time / self.speed, each.segments, each.output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,23 +178,23 @@ def _read_gateway_row(row: TraceRow) -> TraceRequest | None:
     prompt, output = row.tokens("tokens_in"), row.tokens("tokens_out")
     if not prompt or not output:
         return None  # a request that failed, or has no tokens
-    parts = (PromptPart(f"line-{row.line}", prompt),)
-    return TraceRequest(row.date("created_at"), parts, output, str(row.fields.get("session_id") or ""))
+    segments = (PromptSegment(f"line-{row.line}", prompt),)
+    return TraceRequest(row.date("created_at"), segments, output, str(row.fields.get("session_id") or ""))
 
 
 def _link_sessions(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
     """Yield the requests, so that the prompts of a session continue one another. `requests`: in the order of time.
 
     A prompt begins with the session's previous prompt and reply, unless it is too short to contain both."""
-    last_parts: dict[str, tuple[PromptPart, ...]] = {}
+    last_segments: dict[str, tuple[PromptSegment, ...]] = {}
     for number, request in enumerate(requests):
         if request.session:
-            earlier, size = last_parts.get(request.session, ()), request.parts[0].num_tokens
-            if (left := size - sum(part.num_tokens for part in earlier)) >= 0:
-                rest = (PromptPart(request.parts[0].key, left),) if left else ()
-                request = replace(request, parts=earlier + rest)
-            reply = PromptPart(reply_key(number), request.output_tokens)
-            last_parts[request.session] = (*request.parts, reply)
+            earlier, size = last_segments.get(request.session, ()), request.segments[0].num_tokens
+            if (left := size - sum(segment.num_tokens for segment in earlier)) >= 0:
+                rest = (PromptSegment(request.segments[0].key, left),) if left else ()
+                request = replace(request, segments=earlier + rest)
+            reply = PromptSegment(reply_key(number), request.output_tokens)
+            last_segments[request.session] = (*request.segments, reply)
         yield request
 
 
@@ -204,14 +204,14 @@ def _read_mooncake_row(row: TraceRow) -> TraceRequest | None:
     if not isinstance(ids, list) or len(ids) < needed:
         raise row.error("hash_ids", f"it must be a list of at least {needed} ids, one for each 512 tokens")
     sizes = [min(MOONCAKE_BLOCK_TOKENS, prompt - i * MOONCAKE_BLOCK_TOKENS) for i in range(needed)]
-    parts = tuple(PromptPart(f"block-{name}", size) for name, size in zip(ids, sizes, strict=False))
-    return TraceRequest(row.number("timestamp") / 1e3, parts, output) if prompt and output else None
+    segments = tuple(PromptSegment(f"block-{name}", size) for name, size in zip(ids, sizes, strict=False))
+    return TraceRequest(row.number("timestamp") / 1e3, segments, output) if prompt and output else None
 
 
 def _make_plain_reader(read_time: Callable[[TraceRow], float], prompt: str, output: str) -> ReadRow:
     def read(row: TraceRow) -> TraceRequest | None:
-        parts, num_output = (PromptPart(f"line-{row.line}", row.tokens(prompt)),), row.tokens(output)
-        return TraceRequest(read_time(row), parts, num_output) if parts[0].num_tokens and num_output else None
+        segments, num_output = (PromptSegment(f"line-{row.line}", row.tokens(prompt)),), row.tokens(output)
+        return TraceRequest(read_time(row), segments, num_output) if segments[0].num_tokens and num_output else None
 
     return read
 

@@ -18,7 +18,7 @@ def parse_message(raw: object, path: str) -> canonical.CanonicalMessage:
     role = fields.require("role", str)
     if role not in ("user", "assistant", "system"):
         raise make_unknown_value_error(role, f"{path}.role", "user, assistant, system")
-    parts, shape = parse_blocks(fields.take_any("content"), f"{path}.content")
+    parts, shape = parse_blocks(fields.read_any("content"), f"{path}.content")
     return canonical.CanonicalMessage(role, parts, shape, fields.unread)  # type: ignore[arg-type]  # checked above
 
 
@@ -33,20 +33,20 @@ def _parse_block(raw: object, path: str) -> canonical.Part:
         case "text":
             return canonical.TextContent(fields.require("text", str), fields.unread)
         case "thinking":
-            signature, origin = signatures.decode_signature(fields.take("signature", str, ""), "anthropic")
-            return canonical.ReasoningContent(fields.take("thinking", str, ""), origin, signature, extra=fields.unread)
+            signature, origin = signatures.decode_signature(fields.read("signature", str, ""), "anthropic")
+            return canonical.ReasoningContent(fields.read("thinking", str, ""), origin, signature, extra=fields.unread)
         case "redacted_thinking":
             return canonical.ReasoningContent(
                 "", "anthropic", fields.require("data", str), redacted=True, extra=fields.unread
             )
         case "tool_use":
-            arguments = msgspec.json.encode(fields.take("input", dict, {})).decode()
+            arguments = msgspec.json.encode(fields.read("input", dict, {})).decode()
             return canonical.ToolCallContent(
                 fields.require("id", str), fields.require("name", str), arguments, fields.unread
             )
         case "tool_result":
-            parts, shape = parse_blocks(fields.take_any("content"), f"{path}.content")
-            id, is_error = fields.require("tool_use_id", str), fields.take("is_error", bool)
+            parts, shape = parse_blocks(fields.read_any("content"), f"{path}.content")
+            id, is_error = fields.require("tool_use_id", str), fields.read("is_error", bool)
             return canonical.ToolResultContent(id, parts, is_error=is_error, shape=shape, extra=fields.unread)
         case "image" | "document" if isinstance(fields.unread.get("source"), dict):
             return _parse_source(kind, fields)
@@ -69,7 +69,7 @@ def _parse_source(kind: str, fields: FieldReader) -> canonical.Part:
             return canonical.OpaqueContent(kind, original)
     if kind == "image":
         return canonical.ImageContent(**source, extra=fields.unread)
-    return canonical.FileContent(**source, name=fields.take("title", str, ""), extra=fields.unread)
+    return canonical.FileContent(**source, name=fields.read("title", str, ""), extra=fields.unread)
 
 
 def render_content(parts: list[canonical.Part], shape: str) -> str | list[canonical.Json]:

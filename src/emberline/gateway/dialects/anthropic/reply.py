@@ -22,14 +22,14 @@ _IGNORED_FIELDS = ("type", "role", "usage")
 
 def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalReply:
     fields = FieldReader(body, "")
-    id, model = fields.take("id", str, ""), fields.take("model", str, "")
+    id, model = fields.read("id", str, ""), fields.read("model", str, "")
     parts, _ = parse_blocks(fields.require("content", list), "content")
     citations.extract_citations_from_parts(parts)
-    reason = FROM_ANTHROPIC.get(fields.take("stop_reason", str, "end_turn"), "stop")
-    details = fields.take("stop_details", dict)
+    reason = FROM_ANTHROPIC.get(fields.read("stop_reason", str, "end_turn"), "stop")
+    details = fields.read("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):
         parts.append(canonical.RefusalContent(details["explanation"]))
-    choice = canonical.CanonicalChoice(parts, reason, fields.take("stop_sequence", str))
+    choice = canonical.CanonicalChoice(parts, reason, fields.read("stop_sequence", str))
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
     return canonical.CanonicalReply("anthropic", id, model, [choice], usage=Usage.find_in("anthropic", body))
 

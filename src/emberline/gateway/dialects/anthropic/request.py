@@ -27,22 +27,22 @@ _EMPTY_SCHEMA: canonical.Json = {"type": "object", "properties": {}}
 
 def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     fields = FieldReader(body, "")
-    request = canonical.CanonicalRequest("anthropic", fields.take("model", str, ""))
+    request = canonical.CanonicalRequest("anthropic", fields.read("model", str, ""))
     request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
-    if (system := fields.take_any("system")) is not None:
+    if (system := fields.read_any("system")) is not None:
         request.system, _ = parse_blocks(system, "system")
         request.source_fields["system"] = system
     FIELD_NAMES.copy_fields_to_request(fields, request)
     parse_reasoning(fields, request)
-    if (config := fields.take("output_config", dict)) is not None:
+    if (config := fields.read("output_config", dict)) is not None:
         understood = ("format", "effort") if config.get("effort") in CLAUDE_EFFORTS else ("format",)
         request.keep_source_field("output_config", config, translated_subfields=understood)
         request.response_format = _parse_response_format(config.get("format"), "output_config.format")
-    if (response_format := fields.take("output_format", dict)) is not None:  # older name of output_config.format
+    if (response_format := fields.read("output_format", dict)) is not None:  # older name of output_config.format
         request.source_fields["output_format"] = response_format
         request.response_format = request.response_format or _parse_response_format(response_format, "output_format")
     _parse_tools(fields, request)
-    if (metadata := fields.take("metadata", dict)) is not None:
+    if (metadata := fields.read("metadata", dict)) is not None:
         request.keep_source_field("metadata", metadata, translated_subfields=("user_id",))
         user = metadata.get("user_id")
         request.user = user if isinstance(user, str) else None
@@ -60,8 +60,8 @@ def _parse_response_format(raw: object, path: str) -> canonical.ResponseFormat |
 
 
 def _parse_tools(fields: FieldReader, request: canonical.CanonicalRequest) -> None:
-    request.tools = fields.take_list("tools", _parse_tool)
-    if (choice := fields.take("tool_choice", dict)) is None:
+    request.tools = fields.read_list("tools", _parse_tool)
+    if (choice := fields.read("tool_choice", dict)) is None:
         return
     request.source_fields["tool_choice"] = choice
     if (disable_parallel := choice.get("disable_parallel_tool_use")) is not None:
@@ -81,9 +81,9 @@ def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool | canonical.O
     fields = FieldReader(raw, path)
     if fields.unread.get("type", "custom") not in ("custom", None):
         return canonical.OpaqueContent(str(fields.unread["type"]), fields.unread)
-    name, description = fields.require("name", str), fields.take("description", str)
+    name, description = fields.require("name", str), fields.read("description", str)
     return canonical.CanonicalTool(
-        name, description, fields.take("input_schema", dict), fields.take("strict", bool), fields.unread
+        name, description, fields.read("input_schema", dict), fields.read("strict", bool), fields.unread
     )
 
 

@@ -20,7 +20,7 @@ def parse_reasoning(fields: FieldReader, request: canonical.CanonicalRequest) ->
     config = fields.unread.get("output_config")
     effort = config.get("effort") if isinstance(config, dict) else None
     parsed_effort: canonical.Effort | None = effort if effort in CLAUDE_EFFORTS else None
-    thinking = fields.take("thinking", dict)
+    thinking = fields.read("thinking", dict)
     if thinking is None:
         request.reasoning = canonical.ReasoningOptions(parsed_effort) if parsed_effort else None
         return

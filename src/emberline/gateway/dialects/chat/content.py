@@ -38,9 +38,9 @@ def parse_assistant(fields: FieldReader) -> canonical.CanonicalMessage:
             parts.append(canonical.ReasoningContent(fields.unread.pop(name), "openai-chat", extra=extra))
     content, shape = _parse_message_content(fields)
     parts += content
-    if (refusal := fields.take("refusal", str)) is not None:
+    if (refusal := fields.read("refusal", str)) is not None:
         parts.append(canonical.RefusalContent(refusal))
-    parts += fields.take_list("tool_calls", _parse_tool_call)
+    parts += fields.read_list("tool_calls", _parse_tool_call)
     return canonical.CanonicalMessage("assistant", parts, shape, fields.unread)
 
 
@@ -49,9 +49,9 @@ def _parse_tool_call(raw: object, path: str) -> canonical.Part:
     if fields.unread.get("type", "function") != "function":
         return canonical.OpaqueContent("custom", fields.unread)
     fields.unread.pop("type", None)
-    id = fields.take("id", str, "")
+    id = fields.read("id", str, "")
     function = FieldReader(fields.require("function", dict), f"{path}.function")
-    name, arguments = function.require("name", str), function.take("arguments", str, "")
+    name, arguments = function.require("name", str), function.read("arguments", str, "")
     return canonical.ToolCallContent(
         id, name, arguments, {**fields.unread, **({"function": function.unread} if function.unread else {})}
     )
@@ -80,7 +80,7 @@ def _parse_part(raw: object, path: str) -> canonical.Part:
             return canonical.RefusalContent(fields.require("refusal", str), {"type": kind, **fields.unread})
         case "image_url":
             image = FieldReader(fields.require("image_url", dict), f"{path}.image_url")
-            url, detail = image.require("url", str), image.take("detail", str)
+            url, detail = image.require("url", str), image.read("detail", str)
             mime, data = split_data_url(url) or ("", "")
             return canonical.ImageContent(
                 "" if data else url, data, mime, detail=detail, extra=_merge_unread_fields(fields, image, kind)
@@ -109,9 +109,9 @@ def _merge_unread_fields(outer: FieldReader, inner: FieldReader, kind: str) -> c
 
 
 def _parse_file(fields: FieldReader, file: FieldReader) -> canonical.FileContent:
-    file_data = file.take("file_data", str, "")
+    file_data = file.read("file_data", str, "")
     mime, data = split_data_url(file_data) or ("", file_data)
-    file_id, name = file.take("file_id", str, ""), file.take("filename", str, "")
+    file_id, name = file.read("file_id", str, ""), file.read("filename", str, "")
     return canonical.FileContent(
         data=data, mime=mime, file_id=file_id, name=name, extra=_merge_unread_fields(fields, file, "file")
     )

@@ -34,7 +34,7 @@ _IGNORED_FIELDS = (
 
 def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalReply:
     fields = FieldReader(body, "")
-    id, model, created = fields.take("id", str, ""), fields.take("model", str, ""), fields.take("created", float, 0)
+    id, model, created = fields.read("id", str, ""), fields.read("model", str, ""), fields.read("created", float, 0)
     choices = parse_rows(fields.require("choices", list), "choices", partial(_parse_choice, changes=changes))
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
     return canonical.CanonicalReply("openai-chat", id, model, choices, int(created), Usage.find_in("openai-chat", body))
@@ -47,8 +47,8 @@ def _parse_choice(raw: object, path: str, changes: ChangeReport) -> canonical.Ca
     for index, part in enumerate(message.parts):
         if isinstance(part, canonical.OpaqueContent) and (reasoning := read_mistral_reasoning(part.raw)):
             message.parts[index] = canonical.ReasoningContent(reasoning, "openai-chat")
-    reason = FROM_CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
-    logprobs = fields.take("logprobs", dict)
+    reason = FROM_CHAT.get(fields.read("finish_reason", str, "stop"), "stop")
+    logprobs = fields.read("logprobs", dict)
     tokens = logprobs.get("content") if logprobs else None
     changes.report_reply_fields(message.extra, _IGNORED_FIELDS)
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)

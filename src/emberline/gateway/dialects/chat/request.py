@@ -18,28 +18,28 @@ _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 
 def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     fields = FieldReader(body, "")
-    request = canonical.CanonicalRequest("openai-chat", fields.take("model", str, ""))
+    request = canonical.CanonicalRequest("openai-chat", fields.read("model", str, ""))
     request.messages = parse_rows(fields.require("messages", list), "messages", parse_message)
     FIELD_NAMES.copy_fields_to_request(fields, request)
     for name in reversed(_MAX_TOKENS_FIELDS):
-        if (limit := fields.take(name, int)) is not None:
+        if (limit := fields.read(name, int)) is not None:
             request.max_output = request.source_fields[name] = limit
     if (stop := fields.unread.get("stop")) is not None:
-        request.stop = [fields.take("stop", str, "")] if isinstance(stop, str) else fields.take_strings("stop")
+        request.stop = [fields.read("stop", str, "")] if isinstance(stop, str) else fields.read_strings("stop")
         request.source_fields["stop"] = stop
-    if (wants_logprobs := fields.take("logprobs", bool)) is not None:
+    if (wants_logprobs := fields.read("logprobs", bool)) is not None:
         request.source_fields["logprobs"] = wants_logprobs
         if wants_logprobs:
-            request.logprobs = fields.take("top_logprobs", int)
+            request.logprobs = fields.read("top_logprobs", int)
             request.source_fields |= {} if request.logprobs is None else {"top_logprobs": request.logprobs}
             request.logprobs = request.logprobs or 0
-    if (options := fields.take("stream_options", dict)) is not None:
+    if (options := fields.read("stream_options", dict)) is not None:
         request.include_usage = bool(options.get("include_usage"))
         request.keep_source_field("stream_options", options, translated_subfields=("include_usage",))
-    if (effort := fields.take("reasoning_effort", str)) is not None:
+    if (effort := fields.read("reasoning_effort", str)) is not None:
         request.reasoning = canonical.ReasoningOptions(parse_effort(effort, "reasoning_effort"))
     parse_tools(fields, request, _parse_tool)
-    if (response_format := fields.take("response_format", dict)) is not None:
+    if (response_format := fields.read("response_format", dict)) is not None:
         request.response_format = _parse_response_format(response_format)
         request.source_fields["response_format"] = response_format
     request.extra = fields.unread
@@ -58,21 +58,21 @@ def parse_tools(
     request: canonical.CanonicalRequest,
     parse_tool: ValueParser[canonical.CanonicalTool | canonical.OpaqueContent],
 ) -> None:
-    request.tools = fields.take_list("tools", parse_tool)
-    if (choice := fields.take_any("tool_choice")) is not None:
+    request.tools = fields.read_list("tools", parse_tool)
+    if (choice := fields.read_any("tool_choice")) is not None:
         request.tool_choice = parse_tool_choice(choice)
         request.source_fields["tool_choice"] = choice
 
 
 def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool | canonical.OpaqueContent:
     fields = FieldReader(raw, path)
-    kind = fields.take("type", str, "function")
+    kind = fields.read("type", str, "function")
     if kind != "function":
         return canonical.OpaqueContent(kind, fields.whole)
     function = FieldReader(fields.require("function", dict), f"{path}.function")
-    name, description = function.require("name", str), function.take("description", str)
+    name, description = function.require("name", str), function.read("description", str)
     tool = canonical.CanonicalTool(
-        name, description, function.take("parameters", dict), function.take("strict", bool), fields.unread
+        name, description, function.read("parameters", dict), function.read("strict", bool), fields.unread
     )
     if function.unread:
         tool.extra["function"] = function.unread
@@ -95,7 +95,7 @@ def parse_tool_choice(raw: object) -> canonical.CanonicalToolChoice:
 def _list_tool_names(tools: list[Any]) -> list[str]:
     rows = [FieldReader(tool, "tool_choice.tools") for tool in tools]
     return [
-        FieldReader(row.take("function", dict, row.unread), "tool_choice.tools").require("name", str) for row in rows
+        FieldReader(row.read("function", dict, row.unread), "tool_choice.tools").require("name", str) for row in rows
     ]
 
 
@@ -107,9 +107,9 @@ def _parse_response_format(raw: canonical.Json) -> canonical.ResponseFormat:
             return canonical.ResponseFormat("json")
         case {"type": "json_schema", "json_schema": dict(response_format)}:
             fields = FieldReader(response_format, "response_format.json_schema")
-            schema, name = fields.take("schema", dict), fields.take("name", str, "")
+            schema, name = fields.read("schema", dict), fields.read("name", str, "")
             return canonical.ResponseFormat(
-                "schema", schema, name, fields.take("strict", bool), fields.take("description", str)
+                "schema", schema, name, fields.read("strict", bool), fields.read("description", str)
             )
     raise make_unknown_value_error(raw.get("type"), "response_format.type", "text, json_object, json_schema")
 

@@ -37,46 +37,46 @@ class GeminiContentParser:
         role = fields.unread.get("role") or "user"
         if role not in ("user", "model", "function", "system"):
             raise make_unknown_value_error(role, f"{path}.role", "user, model")
-        rows = fields.take("parts", list, [])
+        rows = fields.read("parts", list, [])
         parts = [part for index, row in enumerate(rows) for part in self.parse_part(row, f"{path}.parts[{index}]")]
         return canonical.CanonicalMessage("assistant" if role == "model" else "user", parts, "list", fields.unread)
 
     def parse_part(self, raw: object, path: str) -> list[canonical.Part]:
         fields = FieldReader(raw, path)
-        if (text := fields.take("text", str)) is not None:
+        if (text := fields.read("text", str)) is not None:
             if fields.unread.get("thought"):
                 del fields.unread["thought"]
-                signature, origin = decode_gemini_signature(fields.take("thoughtSignature", str, ""))
+                signature, origin = decode_gemini_signature(fields.read("thoughtSignature", str, ""))
                 return [canonical.ReasoningContent(text, origin, signature, extra=fields.unread)]
             return [canonical.TextContent(text, fields.unread)]
-        if (call := fields.take("functionCall", dict)) is not None:
+        if (call := fields.read("functionCall", dict)) is not None:
             return [self._parse_call(FieldReader(call, f"{path}.functionCall"), fields)]
-        if (result := fields.take("functionResponse", dict)) is not None:
+        if (result := fields.read("functionResponse", dict)) is not None:
             return [self._parse_result(FieldReader(result, f"{path}.functionResponse"), fields)]
         for name, value_field in (("inlineData", "data"), ("fileData", "fileUri")):
-            if (media := fields.take(name, dict)) is not None:
+            if (media := fields.read(name, dict)) is not None:
                 return [_parse_media(FieldReader(media, f"{path}.{name}"), value_field, fields.unread)]
         kind = next(iter(fields.unread), "part")
         return [canonical.OpaqueContent(kind, fields.unread)]
 
     def _parse_call(self, call: FieldReader, fields: FieldReader) -> canonical.ToolCallContent:
-        id = call.take("id", str) or f"{self._id_prefix}{self._call_count}"
+        id = call.read("id", str) or f"{self._id_prefix}{self._call_count}"
         self._call_count += 1
-        arguments = msgspec.json.encode(call.take("args", dict, {})).decode()
+        arguments = msgspec.json.encode(call.read("args", dict, {})).decode()
         result = canonical.ToolCallContent(id, call.require("name", str), arguments, fields.unread | call.unread)
         self._open_calls.append(result)
         return result
 
     def _parse_result(self, result: FieldReader, fields: FieldReader) -> canonical.ToolResultContent:
-        id, name = result.take("id", str, ""), result.require("name", str)
+        id, name = result.read("id", str, ""), result.require("name", str)
         answered_call = next((call for call in self._open_calls if (call.id == id if id else call.name == name)), None)
         if answered_call is not None:
             self._open_calls.remove(answered_call)
             id = answered_call.id
-        response = result.take("response", dict, {})
+        response = result.read("response", dict, {})
         text, shape = _unwrap_response(response)
         parts: list[canonical.Part] = [canonical.TextContent(text)]
-        for row in result.take("parts", list, []):
+        for row in result.read("parts", list, []):
             parts += self.parse_part(row, f"{result.path}.parts")
         is_error = True if shape == "error" else None
         return canonical.ToolResultContent(
@@ -94,8 +94,8 @@ def _unwrap_response(response: canonical.Json) -> tuple[str, str]:
 
 
 def _parse_media(fields: FieldReader, value_field: str, extra: canonical.Json) -> canonical.Part:
-    value, mime = fields.require(value_field, str), fields.take("mimeType", str, "")
-    name = fields.take("displayName", str, "")
+    value, mime = fields.require(value_field, str), fields.read("mimeType", str, "")
+    name = fields.read("displayName", str, "")
     merged_extra = extra | fields.unread
     data, url = (value, "") if value_field == "data" else ("", value)
     if mime.startswith("image/") and not name:

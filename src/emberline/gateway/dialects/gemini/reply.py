@@ -32,15 +32,15 @@ _IGNORED_FIELDS = (
 
 def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalReply:
     fields = FieldReader(body, "")
-    if (error := fields.take_any("error")) is not None:
+    if (error := fields.read_any("error")) is not None:
         raise make_stream_error({"error": error})
-    id, model = fields.take("responseId", str, ""), fields.take("modelVersion", str, "")
-    rows = fields.take("candidates", list, [])
+    id, model = fields.read("responseId", str, ""), fields.read("modelVersion", str, "")
+    rows = fields.read("candidates", list, [])
     choices = [_parse_choice(raw, f"candidates[{index}]", id, changes) for index, raw in enumerate(rows)]
     if not choices:
         choices = [
             canonical.CanonicalChoice(
-                [canonical.RefusalContent(read_block_message(fields.take("promptFeedback", dict, {})))], "filter"
+                [canonical.RefusalContent(read_block_message(fields.read("promptFeedback", dict, {})))], "filter"
             )
         ]
     changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
@@ -63,16 +63,16 @@ def parse_finish_reason(finish_reason: str) -> FinishReason:
 def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> canonical.CanonicalChoice:
     fields = FieldReader(raw, path)
     parser = GeminiContentParser(f"{id}-" if id else "")
-    content = parser.parse_message(dict(fields.take("content", dict, {}), role="model"), f"{path}.content")
+    content = parser.parse_message(dict(fields.read("content", dict, {}), role="model"), f"{path}.content")
     parts: list[canonical.Part] = []
     for part in content.parts:
         if isinstance(part, canonical.ToolCallContent) and (signature := part.extra.pop("thoughtSignature", "")):
             parts.append(canonical.ReasoningContent("", "gemini", signature))
         parts.append(part)
-    reason = parse_finish_reason(fields.take("finishReason", str, "STOP"))
-    logprobs = parse_logprobs(fields.take("logprobsResult", dict))
+    reason = parse_finish_reason(fields.read("finishReason", str, "STOP"))
+    logprobs = parse_logprobs(fields.read("logprobsResult", dict))
     grounding = GroundingCollector()
-    grounding.add(fields.take_any("groundingMetadata"), fields.take_any("citationMetadata"))
+    grounding.add(fields.read_any("groundingMetadata"), fields.read_any("citationMetadata"))
     assign_citations(content.parts, grounding.build_citations(content.parts))
     changes.report_reply_fields(fields.unread | grounding.unused_metadata(), _IGNORED_FIELDS)
     return canonical.CanonicalChoice(parts, canonical.correct_finish_reason(reason, parts), logprobs=logprobs)

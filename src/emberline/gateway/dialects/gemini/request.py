@@ -23,16 +23,16 @@ _TOOL_MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "
 def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     body = to_camel_case(body)
     fields = FieldReader(body, "")
-    request = canonical.CanonicalRequest("gemini", fields.take("model", str, "").removeprefix("models/"))
+    request = canonical.CanonicalRequest("gemini", fields.read("model", str, "").removeprefix("models/"))
     if request.model:
         request.source_fields["model"] = body["model"]
     parser = GeminiContentParser()
     request.messages = parse_rows(fields.require("contents", list), "contents", parser.parse_message)
-    if (system := fields.take("systemInstruction", dict)) is not None:
+    if (system := fields.read("systemInstruction", dict)) is not None:
         request.system = parser.parse_message(system, "systemInstruction").parts
         request.source_fields["systemInstruction"] = system
     _parse_tools(fields, request)
-    if (config := fields.take("generationConfig", dict)) is not None:
+    if (config := fields.read("generationConfig", dict)) is not None:
         unmapped = _parse_config(FieldReader(config, "generationConfig"), request)
         request.keep_source_field("generationConfig", config, translated_subfields=config.keys() - unmapped)
     request.extra = fields.unread
@@ -45,8 +45,8 @@ def _parse_config(config: FieldReader, request: canonical.CanonicalRequest) -> c
         if isinstance(value := config.unread.get(name), float) and value.is_integer():
             config.unread[name] = int(value)
     FIELD_NAMES.copy_fields_to_request(config, request)
-    mime, schema = config.take("responseMimeType", str), config.take_any("responseJsonSchema")
-    if schema is None and (openapi_schema := config.take_any("responseSchema")) is not None:
+    mime, schema = config.read("responseMimeType", str), config.read_any("responseJsonSchema")
+    if schema is None and (openapi_schema := config.read_any("responseSchema")) is not None:
         schema = from_gemini_schema(openapi_schema)
     if schema is not None:
         request.response_format = canonical.ResponseFormat("schema", schema)
@@ -54,28 +54,28 @@ def _parse_config(config: FieldReader, request: canonical.CanonicalRequest) -> c
         request.response_format = canonical.ResponseFormat("json")
     elif mime not in (None, "text/plain"):
         config.unread["responseMimeType"] = mime
-    if config.take("responseLogprobs", bool):
-        request.logprobs = config.take("logprobs", int, 0)
-    request.reasoning = parse_reasoning(config.take("thinkingConfig", dict))
+    if config.read("responseLogprobs", bool):
+        request.logprobs = config.read("logprobs", int, 0)
+    request.reasoning = parse_reasoning(config.read("thinkingConfig", dict))
     return config.unread
 
 
 def _parse_tools(fields: FieldReader, request: canonical.CanonicalRequest) -> None:
-    if (tools := fields.take("tools", list)) is not None:
+    if (tools := fields.read("tools", list)) is not None:
         request.source_fields["tools"] = tools
         for index, raw in enumerate(tools):
             kinds = FieldReader(raw, f"tools[{index}]")
-            rows = kinds.take("functionDeclarations", list, [])
+            rows = kinds.read("functionDeclarations", list, [])
             request.tools += parse_rows(rows, kinds.path_of("functionDeclarations"), _parse_tool)
             request.tools += [canonical.OpaqueContent(kind, {kind: value}) for kind, value in kinds.unread.items()]
-    if (config := fields.take("toolConfig", dict)) is None:
+    if (config := fields.read("toolConfig", dict)) is None:
         return
     request.keep_source_field("toolConfig", config, translated_subfields=("functionCallingConfig",))
     calling = FieldReader(config.get("functionCallingConfig") or {}, "toolConfig.functionCallingConfig")
-    mode = calling.take("mode", str, "AUTO")
+    mode = calling.read("mode", str, "AUTO")
     if mode not in _TOOL_MODES:
         raise make_unknown_value_error(mode, calling.path_of("mode"), ", ".join(_TOOL_MODES))
-    names = calling.take_strings("allowedFunctionNames") or []
+    names = calling.read_strings("allowedFunctionNames") or []
     if mode == "VALIDATED":
         calling.unread["mode"] = mode  # other formats have only auto
     request.unmapped_fields |= {calling.path_of(name): value for name, value in calling.unread.items()}
@@ -85,10 +85,10 @@ def _parse_tools(fields: FieldReader, request: canonical.CanonicalRequest) -> No
 
 def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool:
     fields = FieldReader(raw, path)
-    name, description = fields.require("name", str), fields.take("description", str)
-    schema = fields.take_any("parametersJsonSchema")
+    name, description = fields.require("name", str), fields.read("description", str)
+    schema = fields.read_any("parametersJsonSchema")
     if schema is None:
-        schema = from_gemini_schema(fields.take_any("parameters"))
+        schema = from_gemini_schema(fields.read_any("parameters"))
     return canonical.CanonicalTool(name, description, schema, extra=fields.unread)
 
 

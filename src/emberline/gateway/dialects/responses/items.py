@@ -28,13 +28,13 @@ def parse_item(raw: object, path: str) -> canonical.CanonicalMessage:
             return canonical.CanonicalMessage("assistant", [_parse_reasoning(fields)])
         case "function_call":
             id, name = fields.require("call_id", str), fields.require("name", str)
-            arguments = fields.take("arguments", str, "")
+            arguments = fields.read("arguments", str, "")
             del fields.unread["type"]
             return canonical.CanonicalMessage(
                 "assistant", [canonical.ToolCallContent(id, name, arguments, fields.unread)]
             )
         case "function_call_output":
-            id = fields.take("call_id", str, "")
+            id = fields.read("call_id", str, "")
             parts, shape = _parse_item_content(fields, "output", "input_text")
             return canonical.CanonicalMessage(
                 "tool", [canonical.ToolResultContent(id, parts, shape=shape)], "auto", fields.unread
@@ -44,7 +44,7 @@ def parse_item(raw: object, path: str) -> canonical.CanonicalMessage:
 
 
 def _parse_reasoning(fields: FieldReader) -> canonical.ReasoningContent:
-    signature, origin = signatures.decode_signature(fields.take("encrypted_content", str, ""), "openai-responses")
+    signature, origin = signatures.decode_signature(fields.read("encrypted_content", str, ""), "openai-responses")
     name = "content" if fields.unread.get("content") else "summary"
     rows = check_type(fields.unread.get(name) or [], list, fields.path_of(name))
     text = "\n\n".join(str(row.get("text", "")) for row in rows if isinstance(row, dict))
@@ -52,7 +52,7 @@ def _parse_reasoning(fields: FieldReader) -> canonical.ReasoningContent:
 
 
 def _parse_item_content(fields: FieldReader, name: str, default_type: str) -> tuple[list[canonical.Part], str]:
-    return parse_content(fields.take_any(name), fields.path_of(name), partial(_parse_part, default_type=default_type))
+    return parse_content(fields.read_any(name), fields.path_of(name), partial(_parse_part, default_type=default_type))
 
 
 def _parse_part(raw: object, path: str, default_type: str) -> canonical.Part:
@@ -65,15 +65,15 @@ def _parse_part(raw: object, path: str, default_type: str) -> canonical.Part:
         case "refusal":
             return canonical.RefusalContent(fields.require("refusal", str), fields.unread)
         case "input_image":
-            url, detail = fields.take("image_url", str, ""), fields.take("detail", str)
+            url, detail = fields.read("image_url", str, ""), fields.read("detail", str)
             mime, data = split_data_url(url) or ("", "")
             return canonical.ImageContent(
-                "" if data else url, data, mime, fields.take("file_id", str, ""), detail, fields.unread
+                "" if data else url, data, mime, fields.read("file_id", str, ""), detail, fields.unread
             )
         case "input_file":
-            file_data = fields.take("file_data", str, "")
+            file_data = fields.read("file_data", str, "")
             mime, data = split_data_url(file_data) or ("", file_data)
-            url, file_id, name = [fields.take(field, str, "") for field in ("file_url", "file_id", "filename")]
+            url, file_id, name = [fields.read(field, str, "") for field in ("file_url", "file_id", "filename")]
             return canonical.FileContent(url, data, mime, file_id, name, extra=fields.unread)
         case _:
             return canonical.OpaqueContent(kind, fields.whole)

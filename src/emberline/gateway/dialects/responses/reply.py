@@ -27,7 +27,7 @@ def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalRep
         raise make_stream_error(
             {"error": fields.unread.get("error") or {"message": f"the response has status {fields.unread['status']!r}"}}
         )
-    id, model = fields.take("id", str, ""), fields.take("model", str, "")
+    id, model = fields.read("id", str, ""), fields.read("model", str, "")
     parts: list[canonical.Part] = []
     logprobs: list[canonical.Json] = []
     for index, raw in enumerate(fields.require("output", list)):
@@ -36,9 +36,9 @@ def parse(body: canonical.Json, changes: ChangeReport) -> canonical.CanonicalRep
                 logprobs += part.extra.get("logprobs") or []
             parts.append(part)
     citations.extract_citations_from_parts(parts)
-    reason = parse_finish_reason(fields.unread.get("status"), fields.take("incomplete_details", dict))
+    reason = parse_finish_reason(fields.unread.get("status"), fields.read("incomplete_details", dict))
     choice = canonical.CanonicalChoice(parts, canonical.correct_finish_reason(reason, parts), logprobs=logprobs or None)
-    created = int(fields.take("created_at", float, 0))
+    created = int(fields.read("created_at", float, 0))
     return canonical.CanonicalReply(
         "openai-responses", id, model, [choice], created, Usage.find_in("openai-responses", body)
     )

@@ -16,34 +16,34 @@ INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     fields = FieldReader(body, "")
-    request = canonical.CanonicalRequest("openai-responses", fields.take("model", str, ""))
+    request = canonical.CanonicalRequest("openai-responses", fields.read("model", str, ""))
     if isinstance(prompt := fields.unread.get("input"), str):
         request.messages, request.source_fields["input"] = (
             [canonical.CanonicalMessage("user", [canonical.TextContent(prompt)], "text")],
             fields.unread.pop("input"),
         )
     else:
-        request.messages = fields.take_list("input", parse_item)
-    if (instructions := fields.take("instructions", str)) is not None:
+        request.messages = fields.read_list("input", parse_item)
+    if (instructions := fields.read("instructions", str)) is not None:
         request.system, request.source_fields["instructions"] = [canonical.TextContent(instructions)], instructions
     FIELD_NAMES.copy_fields_to_request(fields, request)
     parse_tools(fields, request, _parse_tool)
-    if (text := fields.take("text", dict)) is not None:
+    if (text := fields.read("text", dict)) is not None:
         request.keep_source_field("text", text, translated_subfields=("format", "verbosity"))
         request.verbosity, request.response_format = text.get("verbosity"), _parse_response_format(text.get("format"))
-    if (reasoning := fields.take("reasoning", dict)) is not None:
+    if (reasoning := fields.read("reasoning", dict)) is not None:
         request.keep_source_field("reasoning", reasoning, translated_subfields=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
         parsed_effort = None if effort is None else parse_effort(effort, "reasoning.effort")
         request.reasoning = canonical.ReasoningOptions(parsed_effort, None, None if summary is None else True)
-    if (include := fields.take("include", list)) is not None:
+    if (include := fields.read("include", list)) is not None:
         request.source_fields["include"] = include
         request.unmapped_fields |= {
             f"include.{name}": True for name in include if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING)
         }
         if INCLUDE_LOGPROBS in include:
             request.logprobs = fields.unread.get("top_logprobs") or 0
-    if (top_logprobs := fields.take("top_logprobs", int)) is not None:
+    if (top_logprobs := fields.read("top_logprobs", int)) is not None:
         request.source_fields["top_logprobs"] = top_logprobs
         request.logprobs = top_logprobs
     request.extra = fields.unread
@@ -55,9 +55,9 @@ def _parse_tool(raw: object, path: str) -> canonical.CanonicalTool | canonical.O
     kind = fields.require("type", str)
     if kind != "function":
         return canonical.OpaqueContent(kind, fields.whole)
-    name, description = fields.require("name", str), fields.take("description", str)
+    name, description = fields.require("name", str), fields.read("description", str)
     return canonical.CanonicalTool(
-        name, description, fields.take("parameters", dict), fields.take("strict", bool), fields.unread
+        name, description, fields.read("parameters", dict), fields.read("strict", bool), fields.unread
     )
 
 
@@ -71,8 +71,8 @@ def _parse_response_format(raw: object) -> canonical.ResponseFormat | None:
             return canonical.ResponseFormat("json")
         case {"type": "json_schema", "schema": dict(schema)}:
             response_format = FieldReader(raw, "text.format")
-            name, strict = response_format.take("name", str, ""), response_format.take("strict", bool)
-            return canonical.ResponseFormat("schema", schema, name, strict, response_format.take("description", str))
+            name, strict = response_format.read("name", str, ""), response_format.read("strict", bool)
+            return canonical.ResponseFormat("schema", schema, name, strict, response_format.read("description", str))
     raise make_unknown_value_error(raw, "text.format", "text, json_object, json_schema")
 
 

@@ -1,4 +1,4 @@
-"""Narrow weights: quantised matrices whose parts arrive on a device one by one, and that are packed when complete.
+"""Pending weights: quantised matrices whose parts arrive on a device one by one, and that are packed when complete.
 
 Parts whose columns are in different orders cannot be stacked while quantised, so they are dequantised to bf16.
 """
@@ -16,15 +16,15 @@ from emberline.kernels import ops
 from emberline.kernels.packed_weight import WeightLayout
 from emberline.kernels.quantise import quantise
 from emberline.kernels.quantised_matrix import QuantisedMatrix, dequantise_to_bf16, stack_rows
-from emberline.models.narrow_plan import align_parts, split_experts
-from emberline.models.quantised_layouts import Part, QuantisedTensorInfo
+from emberline.models.quantised_layouts import QuantisedComponent, QuantisedTensorInfo
 from emberline.models.quantised_load import STORED_DTYPES, ValueChecks, make_quantised_matrix
+from emberline.models.quantised_plan import align_parts, split_experts
 
 log = logging.getLogger("emberline.models")
 MAX_QUANTISED_WEIGHTS = 16 << 20  # weights quantised at a time, to bound the memory for float32 values
 
 
-class PendingParts:
+class PendingQuantisedTensor:
     """The parts of a quantised tensor (codes, scales and so on), each allocated when its first bytes arrive.
 
     When the last part is complete, the matrix is passed to `on_complete`.
@@ -40,8 +40,8 @@ class PendingParts:
     ) -> None:
         self._name, self._info, self._device, self._checks = name, info, device, checks
         self._on_complete = on_complete
-        self.parts: list[Part] = list(info.parts)
-        self._tensors: dict[Part, Tensor] = {}
+        self.parts: list[QuantisedComponent] = list(info.parts)
+        self._tensors: dict[QuantisedComponent, Tensor] = {}
         self._missing_parts = len(self.parts)
 
     def get_destination(self, index: int) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
+from emberline.kv.block_shard import BlockShard, StateShard, rank_state_layers
 from emberline.kv.cache import StateShape
 from emberline.kv.layer_groups import LayerGroups
 from emberline.models.shard import Shard
@@ -46,19 +46,19 @@ def test_blocks(
             own_groups = groups.of_layers(layers)
             for rank in range(tp):
                 heads = Shard(rank, tp).divide(kv_heads)
-                part = BlockPart.of_rank(groups, layers, heads, is_first=Shard(rank, tp).is_first_of(kv_heads))
+                part = BlockShard.of_rank(groups, layers, heads, is_first=Shard(rank, tp).is_first_of(kv_heads))
                 own = np.zeros((num_parts, own_groups.block_layers, len(heads), HEAD_BYTES), np.uint8)
                 count = len(part.layers[group])
-                own[:, :count] = part.of_whole(whole, group)
-                for layer, place in zip(layers, own_groups.places, strict=True):
+                own[:, :count] = part.slice_block(whole, group)
+                for layer, place in zip(layers, own_groups.layer_positions, strict=True):
                     if place[0] == group:
-                        assert groups.places[layer] == (group, part.layers[group][place[1]])
-                        expected = whole[:, groups.places[layer][1], heads.start : heads.stop]
+                        assert groups.layer_positions[layer] == (group, part.layers[group][place[1]])
+                        expected = whole[:, groups.layer_positions[layer][1], heads.start : heads.stop]
                         assert (own[:, place[1]] == expected).all()
                 if part.is_first:
-                    part.of_whole(saved, group)[:] = own[:, :count]
-                    part.of_whole(times, group)[:] += 1
-        exists = np.array([(group, index) in groups.places for index in range(groups.block_layers)], bool)
+                    part.slice_block(saved, group)[:] = own[:, :count]
+                    part.slice_block(times, group)[:] += 1
+        exists = np.array([(group, index) in groups.layer_positions for index in range(groups.block_layers)], bool)
         assert (saved[:, exists] == whole[:, exists]).all() and not saved[:, ~exists].any()
         assert (times[:, exists] == 1).all()
 
@@ -67,7 +67,7 @@ def test_blocks(
 @given(divided_layers(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 60))
 def test_states(divided: tuple[LayerGroups, list[range]], tp: int, keys: int, per_key: int, page_numbers: int) -> None:
     groups, stages = divided
-    num_layers = len(own_state_layers(groups, range(len(groups.places))))
+    num_layers = len(rank_state_layers(groups, range(len(groups.layer_positions))))
     key_heads, heads = keys * tp, keys * per_key * tp
     shape = StateShape(num_layers, 2, 2 * key_heads * 3 + heads * 2, heads, 3, 2)
     conv = numbered(num_layers, 2, shape.conv_channels, 4)
@@ -76,15 +76,15 @@ def test_states(divided: tuple[LayerGroups, list[range]], tp: int, keys: int, pe
     assert slot.nbytes == shape.slot_bytes
     saved = np.zeros_like(slot)
     for layers in stages:
-        own = own_state_layers(groups, layers)
+        own = rank_state_layers(groups, layers)
         at = slice(own.start, own.stop)
         for rank in range(tp):
             sections = np.split(conv[at], [key_heads * 3, 2 * key_heads * 3], axis=2)
             own_conv = np.concatenate([np.split(each, tp, axis=2)[rank] for each in sections], axis=2)
             tensors = [own_conv.ravel(), np.split(matrices[at], tp, axis=1)[rank].ravel()]
-            part = StatePart.of_rank(shape, own, rank, tp)
+            part = StateShard.of_rank(shape, own, rank, tp)
             for page in range(-(-slot.size // page_bytes)):
-                for tensor, own_bytes, place in part.of_page(page, page_bytes):
+                for tensor, own_bytes, place in part.iter_page_pieces(page, page_bytes):
                     target = saved[page * page_bytes :][place]
                     assert not target.any(), "two ranks save the same bytes"
                     target[:] = tensors[tensor][own_bytes]

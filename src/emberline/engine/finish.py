@@ -21,13 +21,13 @@ def ends_with_stop_token(request: Request, eos: frozenset[int]) -> bool:
     return token in params.stop_token_ids or (token in eos and not params.ignore_eos)
 
 
-def append_run(
-    request: Request, first: SampledToken, eos: frozenset[int]
+def append_sampled(
+    request: Request, sampled: SampledToken, eos: frozenset[int]
 ) -> tuple[list[SampledToken], FinishReason | None]:
     """Append a step's sampled tokens to the request, up to the first token that ends it.
 
     Return the appended tokens, and the reason why the request ends; None if it continues."""
-    run = [first, *first.further]
+    run = [sampled, *sampled.further]
     tokens, stop_ids = [one.token for one in run], request.params.stop_token_ids
     has_end = run[-1].stop or len(request.tokens) + len(run) >= request.max_len or not eos.isdisjoint(tokens)
     if not has_end and (not stop_ids or not any(token in stop_ids for token in tokens)):  # the usual case

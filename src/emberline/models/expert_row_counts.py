@@ -1,4 +1,4 @@
-"""ExpertLoad: counts the rows that select each expert of a layer. This module does not import torch."""
+"""ExpertRowCounts: counts the rows that select each expert of a layer. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 RECENT_ROWS = 1 << 20  # after so many, the recent counts are halved, so that they follow the requests
 
 
-class ExpertLoad:
+class ExpertRowCounts:
     def __init__(self, experts: int, groups: int) -> None:
         """`groups`: number of groups of ranks among which the experts are divided."""
         self.recent = np.zeros(experts, np.int64)  # rows by expert; older rows count less
@@ -34,12 +34,12 @@ class ExpertLoad:
         self.recent_by_group[:] = 0
 
 
-def measure_imbalance(loads: list[ExpertLoad]) -> float:
+def measure_imbalance(counts: list[ExpertRowCounts]) -> float:
     """Return how many times longer experts take than if all groups of ranks had equally many rows.
 
     In each layer, all ranks wait for the group with the most rows. Only recent rows count. The result is the number of
     rows of that group, summed over the layers, divided by the same sum for the mean number of rows of a group. It is
     1.0 if there are no rows."""
-    rows = np.array([load.recent_by_group for load in loads], np.float64)
+    rows = np.array([load.recent_by_group for load in counts], np.float64)
     total = rows.sum()
     return float(rows.max(axis=1).sum() * rows.shape[1] / total) if total else 1.0

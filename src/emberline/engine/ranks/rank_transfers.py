@@ -1,4 +1,4 @@
-"""PartTransfers: copies a rank's parts of the KV blocks that the leader exchanges with other engines.
+"""RankTransfers: copies a rank's parts of the KV blocks that the leader exchanges with other engines.
 
 Steps may run at the same time."""
 
@@ -14,8 +14,8 @@ from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.piece_codec import (
     FAILED,
-    PartRequest,
     PieceRequest,
+    RankPieceRequest,
     decode_piece_request,
     header_bytes,
     view_words,
@@ -23,7 +23,7 @@ from emberline.engine.ranks.piece_codec import (
 from emberline.kv.transfer.errors import TransferError
 
 
-class PartTransfers:
+class RankTransfers:
     def __init__(
         self,
         region: DeviceRegion,
@@ -49,7 +49,7 @@ class PartTransfers:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _copy(self, request: PieceRequest, parts: Sequence[PartRequest], started: DeviceEvent) -> None:
+    def _copy(self, request: PieceRequest, parts: Sequence[RankPieceRequest], started: DeviceEvent) -> None:
         slot, result = self._slots.find(request.slot), request.number
         try:
             started.wait()

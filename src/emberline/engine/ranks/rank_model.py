@@ -1,4 +1,4 @@
-"""RankPart: the part of a model that one rank computes, with its caches and its connections to other ranks."""
+"""RankModel: the part of a model that one rank computes, with its caches and its connections to other ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from emberline.core.config import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
-from emberline.engine.boot_parts import choose_kv_dtype
+from emberline.engine.engine_components import choose_kv_dtype
 from emberline.engine.group_choice import choose_groups
 from emberline.engine.kv_shape import make_kv_shape, make_state_shape
 from emberline.engine.ranks.control import RankLoaded
+from emberline.engine.ranks.data_parallel_work import DataParallelExecutor
 from emberline.engine.ranks.draft_model import load_draft_model_of_ranks
 from emberline.engine.ranks.expert_moves import ExpertMoves
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.own_work import OwnWorkExecutor
 from emberline.engine.ranks.settings import transfer_obstacle
 from emberline.engine.speculation.draft_cache import draft_block_bytes, make_draft_cache
 from emberline.engine.speculation.draft_runner import DraftRunner
@@ -31,16 +31,16 @@ from emberline.kernels.comm.communicator import Communicator
 from emberline.kernels.comm.gloo import GlooGroup
 from emberline.kernels.comm.rendezvous import Rendezvous
 from emberline.kernels.mixture import Expert
-from emberline.kv.block_part import BlockPart, StatePart, own_state_layers
+from emberline.kv.block_shard import BlockShard, StateShard, rank_state_layers
 from emberline.kv.cache import KVCache, StateCache
-from emberline.kv.tiers.part_copier import PartBlockCopier, RankShare
+from emberline.kv.tiers.block_shard_copier import BlockShardCopier, RankShare
 from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.region import HostRegion
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import DecoderModel
 from emberline.models.draft_model import DraftModel
 from emberline.models.expert_loader import ExpertLoader
-from emberline.models.expert_placement import EMPTY
+from emberline.models.expert_placement import EMPTY_SLOT
 from emberline.models.forward import ForwardBatch
 from emberline.models.loader import load_checkpoint
 from emberline.models.pipeline import PipelineModel
@@ -56,7 +56,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 ConnectRanksFunction = Callable[[str, int, int], Communicator]  # arguments: a group's name, a rank in it, its size
 
 
-class RankPart:
+class RankModel:
     executor: WorkExecutor  # set by `allocate`
     cache: KVCache
     draft_model: DraftModel | None = None  # only the leader has one
@@ -68,12 +68,12 @@ class RankPart:
         """`model`: this rank's part, with these layers and this shard. `whole`: config of the undivided model."""
         self.model, parts = model, model.config.parts
         self.groups = choose_groups(model.config.windows, model.context, parts.attention.state_layers)
-        self._own_groups = self.groups.of_layers(layers)
+        self._rank_groups = self.groups.of_layers(layers)
         self.kv_shape = make_kv_shape(
             model.config,
             config.scheduler.block_size,
             choose_kv_dtype(config.kv_cache.kv_dtype, model.dtype),
-            self._own_groups,
+            self._rank_groups,
         )
         self.share = self._share_of(layers, shard, whole)
         shape, num_layers = make_state_shape(model.config), len(set(layers) & set(parts.attention.state_layers))
@@ -89,16 +89,16 @@ class RankPart:
         """Return what this rank has of the blocks and states of the whole model."""
         shard = shard if shard.divides_attention else Shard()
         heads, is_first = shard.divide(whole.kv_heads), shard.is_first_of(whole.kv_heads)
-        blocks = BlockPart.of_rank(self.groups, layers, heads, is_first=is_first)
+        blocks = BlockShard.of_rank(self.groups, layers, heads, is_first=is_first)
         shape = replace(self.kv_shape, layers=self.groups.block_layers, kv_heads=whole.kv_heads)
-        state_shape, state_layers = make_state_shape(whole), own_state_layers(self.groups, layers)
+        state_shape, state_layers = make_state_shape(whole), rank_state_layers(self.groups, layers)
         if state_shape is None:
             return RankShare(blocks, shape)
-        states = StatePart.of_rank(state_shape, state_layers, shard.rank, shard.world_size)
+        states = StateShard.of_rank(state_shape, state_layers, shard.rank, shard.world_size)
         return RankShare(blocks, shape, states, state_shape.slot_bytes)
 
     @staticmethod
-    def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankPart:
+    def load(config: EngineConfig, layout: Layout, rank: int, connect: ConnectRanksFunction) -> RankModel:
         """Connect to the other ranks and load this rank's part of the model.
 
         Raises RankLost if a rank does not connect, EmberlineError if settings or model are not usable."""
@@ -110,19 +110,21 @@ class RankPart:
         shards = connect(f"shards-{stage.index}", shard.rank, layout.tp) if layout.tp > 1 else None
         form = choose_weight_form(checkpoint, config.dtype, config.gpu.weights)
         model = load_checkpoint(checkpoint, config.dtype, config.requested_context, form, stage, shard, shards)
-        part = RankPart(model, stage.layers, config, shard, whole)
-        part._connections = [each for each in (stages, shards) if each is not None]
-        part._attending = shards if layout.dp_attention else None
-        part._expert_loader = ExpertLoader(checkpoint, config.dtype, form, shard) if shard.redundant_experts else None
-        part._expert_group = shard.expert_group
+        rank_model = RankModel(model, stage.layers, config, shard, whole)
+        rank_model._connections = [each for each in (stages, shards) if each is not None]
+        rank_model._attending = shards if layout.dp_attention else None
+        rank_model._expert_loader = (
+            ExpertLoader(checkpoint, config.dtype, form, shard) if shard.redundant_experts else None
+        )
+        rank_model._expert_group = shard.expert_group
         if stages is not None:
-            part._forward_model = PipelineModel(model, stage, stages)
+            rank_model._forward_model = PipelineModel(model, stage, stages)
         exchanges_blocks = config.transfer is not None and not transfer_obstacle(config, whole)
         if exchanges_blocks and stage.is_last and shards is not None:
-            part._forward_model = OrderedModel(part._forward_model, shards)
+            rank_model._forward_model = OrderedModel(rank_model._forward_model, shards)
         if rank == layout.leader:
-            part.draft_model = load_draft_model_of_ranks(config, checkpoint, model)
-        return part
+            rank_model.draft_model = load_draft_model_of_ranks(config, checkpoint, model)
+        return rank_model
 
     def move_experts(self, moves: ExpertMoves) -> bool:
         """Load the experts that these placements add to this rank, and use the placements from the next step on.
@@ -136,7 +138,7 @@ class RankPart:
             for layer, placement in moves.items():
                 dispatch = networks[layer].dispatch
                 assert dispatch is not None
-                new = set(placement[group]) - set(dispatch.placement[group]) - {EMPTY}
+                new = set(placement[group]) - set(dispatch.placement[group]) - {EMPTY_SLOT}
                 loaded[layer] = {expert: self._expert_loader.load(layer, expert) for expert in sorted(new)}
             failed = 0.0
         except (EmberlineError, OSError) as error:
@@ -177,12 +179,12 @@ class RankPart:
         states = None
         if self._state_shape is not None:
             places = min(num_slots, self._max_running)
-            states = StateCache(self._state_shape, num_slots, num_places=places, max_draft=self._max_draft)
+            states = StateCache(self._state_shape, num_slots, num_draft_slots=places, max_draft=self._max_draft)
         if self.draft_model is not None:
             self.draft_runner = DraftRunner(self.draft_model, make_draft_cache(self.draft_model, self.cache))
-        copier = PartBlockCopier(self.cache, self.share, states)
-        args = self._forward_model, self.cache, self._own_groups, states, copier
-        self.executor = WorkExecutor(*args) if self._attending is None else OwnWorkExecutor(self._attending, *args)
+        copier = BlockShardCopier(self.cache, self.share, states)
+        args = self._forward_model, self.cache, self._rank_groups, states, copier
+        self.executor = WorkExecutor(*args) if self._attending is None else DataParallelExecutor(self._attending, *args)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""NarrowPlanner: which matrices of a checkpoint stay quantised, or are quantised at load, on a device.
+"""QuantisedPlanner: which matrices of a checkpoint stay quantised, or are quantised at load, on a device.
 
 A matrix may be stacked from several tensors, its parts. Parts whose formats differ cannot be stacked while quantised,
 so they are dequantised.
@@ -20,12 +20,12 @@ from emberline.models.quantisation_config import WeightFormat
 from emberline.models.quantised_layouts import QuantisedTensorInfo
 from emberline.models.quantised_load import describe_matrix
 from emberline.models.weight_formats import choose_online_format
-from emberline.models.weights import StackPart
+from emberline.models.weights import StackSource
 
 log = logging.getLogger("emberline.models")
 
 
-class NarrowPlanner:
+class QuantisedPlanner:
     """Describes quantised matrices before they are loaded, as tensors on the meta device."""
 
     def __init__(
@@ -57,31 +57,31 @@ class NarrowPlanner:
         return shape
 
     def describe_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
+        self, shape: tuple[int, int, int], sources: Sequence[StackSource], dtype: torch.dtype
     ) -> QuantisedMatrix | None:
         """Return the quantised matrices [experts, n, k] that the parts form; None: they are loaded as `dtype`."""
-        name = parts[0].name
+        name = sources[0].name
         if name not in self._experts:
-            self._experts[name] = self._describe_experts(shape, parts, dtype)
+            self._experts[name] = self._describe_experts(shape, sources, dtype)
         return self._experts[name]
 
     def _describe_experts(
-        self, shape: tuple[int, int, int], parts: Sequence[StackPart], dtype: torch.dtype
+        self, shape: tuple[int, int, int], sources: Sequence[StackSource], dtype: torch.dtype
     ) -> QuantisedMatrix | None:
-        infos = self._list_quantised([part.name for part in parts], dtype)
+        infos = self._list_quantised([source.name for source in sources], dtype)
         if infos is None:
             return None
         count, n, k = shape
         if infos:
-            described = [(self._describe(info), part.select) for info, part in zip(infos, parts, strict=True)]
-            narrow = stack_experts_shape(shape, described)
-            self._mixed += [part.name for part in parts] if narrow is None else []
+            described = [(self._describe(info), source.select) for info, source in zip(infos, sources, strict=True)]
+            quantised = stack_experts_shape(shape, described)
+            self._mixed += [source.name for source in sources] if quantised is None else []
         else:
             online = choose_online_format(self._online, k)
-            narrow = None if online is None else split_experts(describe_quantised(online, count * n, k), count)
-        if narrow is None or not ops.keeps_quantised(self._device, narrow):
+            quantised = None if online is None else split_experts(describe_quantised(online, count * n, k), count)
+        if quantised is None or not ops.keeps_quantised(self._device, quantised):
             return None
-        return narrow
+        return quantised
 
     def log_mixed_parts(self) -> None:
         if self._mixed:
@@ -166,11 +166,11 @@ def stack_experts_shape(
     )
 
 
-def describe_quantised(found: WeightFormat, rows: int, columns: int) -> QuantisedMatrix:
+def describe_quantised(weight_format: WeightFormat, rows: int, columns: int) -> QuantisedMatrix:
     """Return a matrix like those of `quantise_rows`, on the meta device."""
-    kind = "fp8" if found.name == "fp8" else "int4"
-    group = found.group_columns or columns
-    codes = torch.empty(rows, columns * found.bits // 8, dtype=torch.uint8, device="meta")
+    kind = "fp8" if weight_format.name == "fp8" else "int4"
+    group = weight_format.group_columns or columns
+    codes = torch.empty(rows, columns * weight_format.bits // 8, dtype=torch.uint8, device="meta")
     dtype = torch.float32 if kind == "fp8" else torch.bfloat16
     scales = torch.empty(rows, columns // group, dtype=dtype, device="meta")
     return QuantisedMatrix("fp8" if kind == "fp8" else "int4", codes, scales, 1, group)

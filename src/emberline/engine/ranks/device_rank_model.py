@@ -1,4 +1,4 @@
-"""DevicePart: the part of a model that one rank computes on a GPU, with its caches and connections to other ranks."""
+"""DeviceRankModel: the part of a model that one rank computes on a GPU, with caches and connections to other ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from emberline.engine.gpu.rank_role import RankRole
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.shape import captured_shapes, max_step_tokens
 from emberline.engine.gpu.weight_format import open_device_weights
-from emberline.engine.ranks.buffer_parts import BufferParts
+from emberline.engine.ranks.block_buffer_layout import BlockBufferLayout
 from emberline.engine.ranks.control import GPUMemoryBudget, MeasuredGPU, RankLoaded
 from emberline.engine.ranks.device_draft_model import load_draft_model_on_gpu
 from emberline.engine.ranks.device_experts import prepare_movable_experts
 from emberline.engine.ranks.host_buffers import HostBuffers
 from emberline.engine.ranks.layout import Layout
-from emberline.engine.ranks.rank_part import ConnectRanksFunction
+from emberline.engine.ranks.rank_model import ConnectRanksFunction
 from emberline.engine.sampler import SamplingStateFactory
 from emberline.engine.state_plan import state_slot_bytes
 from emberline.hub.checkpoint import Checkpoint
@@ -79,7 +79,7 @@ class DeviceConnections:
         return [each for each in (self.shards, self.stages) if each is not None]
 
 
-class DevicePart:
+class DeviceRankModel:
     runner: GPURunner  # set by `allocate`
     weight_format = "plain"
 
@@ -102,7 +102,7 @@ class DevicePart:
         rank: int,
         connect: ConnectRanksFunction,
         shared: GPUMemoryBudget | None = None,
-    ) -> DevicePart:
+    ) -> DeviceRankModel:
         """Connect to the other ranks and plan the memory of this rank's part of the model, on this process's GPU.
 
         `shared`: the memory to plan with; None: all that other processes leave. Raises RankLost if a rank does not
@@ -118,8 +118,8 @@ class DevicePart:
         has_packed_experts = packed and model_config.experts is not None
         reject_unsupported_settings(config, device.torch_device, has_packed_experts=has_packed_experts)
         shard = layout.shard(rank)
-        own_config = shard.shard_config(model_config)
-        to_device = partial(connect_devices, device, config, max_message_bytes(own_config, config, DTYPE_BYTES[dtype]))
+        rank_config = shard.shard_config(model_config)
+        to_device = partial(connect_devices, device, config, max_message_bytes(rank_config, config, DTYPE_BYTES[dtype]))
         connections = DeviceConnections.connect(layout, rank, connect, to_device)
         if not all(each.group.can_capture for each in connections.all):
             config = config.with_settings(graphs=False)
@@ -131,7 +131,7 @@ class DevicePart:
             comm=comm,
         )
         weights.reads_ranges = True  # also if the rank has whole tensors of some layers
-        model = load_model(own_config, weights, context, stage)
+        model = load_model(rank_config, weights, context, stage)
         is_leader = rank == layout.leader
         draft = load_draft_model_on_gpu(config, checkpoint, model, device, packed=packed) if is_leader else None
         sizes = measure_share(device, config.parallel.ranks_per_gpu)
@@ -139,9 +139,9 @@ class DevicePart:
             sizes = sizes[0], sizes[1] + sum(each.group.nbytes for each in connections.all)
         else:
             sizes, config = (shared.total_bytes, shared.other_bytes), config.with_settings(kv_memory=shared.kv_memory)
-        planned = PlannedModel.of(model, weights, config, device, sizes, draft=draft, stage=stage)
+        planned = PlannedModel.from_model(model, weights, config, device, sizes, draft=draft, stage=stage)
         fingerprint = compute_fingerprint(checkpoint, model_config, dtype, context)
-        return DevicePart(planned, weights, stage, connections, fingerprint)
+        return DeviceRankModel(planned, weights, stage, connections, fingerprint)
 
     def describe(self) -> RankLoaded:
         plan = self.planned.plan
@@ -150,7 +150,7 @@ class DevicePart:
             layers=len(self.planned.model.layers),
             weight_bytes=plan.weights,
             block_bytes=self.planned.kv_shape.block_bytes,
-            slot_bytes=state_slot_bytes(self.planned.own_config),
+            slot_bytes=state_slot_bytes(self.planned.rank_config),
             max_blocks=plan.kv_blocks,
             max_slots=plan.state_slots,
             fixed_bytes=plan.fixed_bytes - plan.reserve,
@@ -169,7 +169,7 @@ class DevicePart:
     ) -> dict[str, float]:
         """Allocate the caches, wait for the weights, and compile and try the kernels, without other ranks.
 
-        Return the seconds of each phase, by name. `pages_per_slot`: BufferParts.pages_per_slot, if there are tiers.
+        Return the seconds of each phase, by name. `pages_per_slot`: that of BlockBufferLayout, if there are tiers.
         `draft_model`: on ranks other than the leader, what they must know of the leader's draft model."""
         is_leader = self.stage.is_last and (self.connections.shards is None or self.connections.shards.rank == 0)
         stages, shards = (
@@ -179,7 +179,7 @@ class DevicePart:
         parallel = self.planned.settings.parallel
         role = RankRole(
             *first,
-            attends_to_own=parallel.dp_attention,
+            has_dp_attention=parallel.dp_attention,
             pages_per_slot=pages_per_slot,
             counts_rows=parallel.redundant_experts > 0,
             draft_model=draft_model,
@@ -201,11 +201,11 @@ class DevicePart:
         shape = replace(self.planned.kv_shape, layers=groups.block_layers, kv_heads=model.kv_heads)
         return shape.layout(fingerprint, transposed_keys=False, groups=groups.name)
 
-    def attach_buffers(self, buffers: HostBuffers, parts: BufferParts, rank: int) -> None:
+    def attach_buffers(self, buffers: HostBuffers, layout: BlockBufferLayout, rank: int) -> None:
         """Let the runner copy its part of KV blocks to and from these buffers. `rank`: the number of this rank."""
         assert self.runner.copier is not None
-        args = buffers.memory, parts.offsets[rank]
-        self.runner.copier.attach_host_memory(*args, saves_blocks=parts.saves_blocks(rank))
+        args = buffers.memory, layout.offsets[rank]
+        self.runner.copier.attach_host_memory(*args, saves_blocks=layout.saves_blocks(rank))
 
     def check_connections(self) -> None:
         """Raise RankLost if a collective of an earlier step has failed."""

@@ -1,4 +1,4 @@
-"""OwnWorkExecutor: computes the steps of a rank that attends to requests of its own (data-parallel attention)."""
+"""DataParallelExecutor: computes the steps of a rank that attends to requests of its own (data-parallel attention)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberline.models.forward import ForwardBatch
 from emberline.models.row_exchange import RowExchange
 
 
-class OwnWorkExecutor(WorkExecutor):
+class DataParallelExecutor(WorkExecutor):
     def __init__(
         self,
         comm: Communicator,
@@ -34,8 +34,8 @@ class OwnWorkExecutor(WorkExecutor):
 
     def copy(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> None:
         """Copy the blocks of this rank's requests. `saves`, `loads`: the copies of all ranks."""
-        own = self._comm.rank
-        super().copy([each for each in saves if each.home == own], [each for each in loads if each.home == own])
+        rank = self._comm.rank
+        super().copy([each for each in saves if each.dp_rank == rank], [each for each in loads if each.dp_rank == rank])
 
     def _prepare_batch(self, work: Sequence[WorkItem], columns: StepColumns | None = None) -> ForwardBatch:
         """Return the batch of this rank's requests, with the number of rows of each rank.
@@ -43,9 +43,11 @@ class OwnWorkExecutor(WorkExecutor):
         `work`: the work items of all ranks, sorted by rank."""
         if columns is not None:
             columns.fill_items(work)
-        homes = [[w for w in work if w.home == rank] for rank in range(self._comm.size)]
-        batch = super()._prepare_batch(homes[self._comm.rank])
-        rows, logit_rows = ([sum(map(count, own)) for own in homes] for count in (_count_rows, _count_logit_rows))
+        work_by_rank = [[w for w in work if w.dp_rank == rank] for rank in range(self._comm.size)]
+        batch = super()._prepare_batch(work_by_rank[self._comm.rank])
+        rows, logit_rows = (
+            [sum(map(count, items)) for items in work_by_rank] for count in (_count_rows, _count_logit_rows)
+        )
         return replace(
             batch,
             all_tokens=torch.tensor([token for w in work for token in w.tokens], dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""KeptBlocks: blocks that outlive their request, because they are pinned or because a pull may still write to them."""
+"""RetainedBlocks: blocks that outlive their request, as they are pinned or a pull may still write to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
     from emberline.kv.pulls import Pull
 
 
-class KeptBlocks:
+class RetainedBlocks:
     def __init__(self, pool: BlockPool, release: Callable[[Sequence[int]], None]) -> None:
         """`release` removes one holder from each of the blocks that it gets."""
         self._pool = pool

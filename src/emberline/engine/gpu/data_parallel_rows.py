@@ -1,4 +1,4 @@
-"""OwnRows: the rows of a step on a rank that attends to requests of its own (data-parallel attention).
+"""DataParallelRows: the rows of a step on a rank that attends to requests of its own (data-parallel attention).
 
 Every rank knows the work of all ranks from the plan. It builds a batch of its own requests, whose blocks and states are
 in its cache. Layers that ranks divide gather the rows of all ranks, compute their part, and return each rank the sums
@@ -52,8 +52,8 @@ class ExchangedRows:
 
 
 @dataclass(frozen=True)
-class HomeWork:
-    """The part of a step's work whose requests have the same home: the rank that attends to them."""
+class RankWork:
+    """The part of a step's work whose requests have the same DP rank: the rank that attends to them."""
 
     singles: list[WorkItem]
     chunks: list[WorkItem]
@@ -77,15 +77,15 @@ class HomeWork:
 
 @dataclass(frozen=True)
 class DividedStep:
-    """The work of a step, divided by the homes of its requests."""
+    """The work of a step, divided by the DP ranks of its requests."""
 
     singles: Sequence[WorkItem]
     chunks: Sequence[WorkItem]
-    homes: Sequence[HomeWork]  # by rank
+    work_by_rank: Sequence[RankWork]  # by rank
 
     @cached_property
     def num_logits(self) -> int:
-        return sum(home.num_logits for home in self.homes)
+        return sum(work.num_logits for work in self.work_by_rank)
 
     @property
     def longest_single(self) -> int:
@@ -103,7 +103,7 @@ class DividedStep:
         return np.concatenate([singles, chunks])
 
 
-class OwnRows:
+class DataParallelRows:
     def __init__(self, comm: Communicator, max_logits: int, *, counts_rows: bool = False) -> None:
         """`comm`: connects the ranks with requests of their own. `max_logits`: maximum logit rows of a captured step.
 
@@ -111,15 +111,15 @@ class OwnRows:
         self._comm, self._max_logits, self._counts_rows = comm, max_logits, counts_rows
 
     def divide(self, singles: Sequence[WorkItem], chunks: Sequence[WorkItem]) -> DividedStep:
-        homes = [HomeWork([], []) for _ in range(self._comm.size)]
+        work_by_rank = [RankWork([], []) for _ in range(self._comm.size)]
         for w in singles:
-            homes[w.home].singles.append(w)
+            work_by_rank[w.dp_rank].singles.append(w)
         for w in chunks:
-            homes[w.home].chunks.append(w)
-        return DividedStep(singles, chunks, homes)
+            work_by_rank[w.dp_rank].chunks.append(w)
+        return DividedStep(singles, chunks, work_by_rank)
 
-    def own_work(self, step: DividedStep) -> HomeWork:
-        return step.homes[self._comm.rank]
+    def rank_work(self, step: DividedStep) -> RankWork:
+        return step.work_by_rank[self._comm.rank]
 
     def find_shape(
         self, step: DividedStep, grid: ShapeGrid, queries: int, planner: ops.AttentionPlanner
@@ -130,12 +130,15 @@ class OwnRows:
         the same limits as those of other ranks."""
         if any(w.prompt_logprobs for w in step.chunks) or step.num_logits > self._max_logits:
             return None
-        sizes = ([(w.start, len(w.tokens)) for w in home.chunks] for home in step.homes)
+        sizes = ([(w.start, len(w.tokens)) for w in work.chunks] for work in step.work_by_rank)
         if not all(map(planner.can_capture_chunks, sizes)):
             return None
-        homes = step.homes
-        singles, chunks = max(home.single_tokens for home in homes), max(len(home.chunks) for home in homes)
-        return StepShape.for_counts(singles, chunks, max(home.chunk_tokens for home in homes), grid, queries)
+        work_by_rank = step.work_by_rank
+        singles, chunks = (
+            max(work.single_tokens for work in work_by_rank),
+            max(len(work.chunks) for work in work_by_rank),
+        )
+        return StepShape.for_counts(singles, chunks, max(work.chunk_tokens for work in work_by_rank), grid, queries)
 
     def count_logits(self, shape: StepShape) -> int:
         """Return the rows of logits that a captured step of this shape computes, with padding."""
@@ -148,9 +151,12 @@ class OwnRows:
             rows, logit_rows = [shape.singles + shape.tokens] * size, [shape.rows] * size
             single_rows, chosen = [shape.singles] * size, np.zeros(self.count_logits(shape), np.int64)
         else:
-            rows = [max(1, home.single_tokens + home.chunk_tokens) for home in step.homes]
-            logit_rows = [max(1, home.num_logits) for home in step.homes]
-            single_rows, chosen = [home.single_tokens for home in step.homes], np.zeros(step.num_logits, np.int64)
+            rows = [max(1, work.single_tokens + work.chunk_tokens) for work in step.work_by_rank]
+            logit_rows = [max(1, work.num_logits) for work in step.work_by_rank]
+            single_rows, chosen = (
+                [work.single_tokens for work in step.work_by_rank],
+                np.zeros(step.num_logits, np.int64),
+            )
         offsets = [sum(logit_rows[:rank]) for rank in range(size)]
         found = step.find_logits(offsets, single_rows)
         chosen[: step.num_logits] = found
@@ -158,19 +164,19 @@ class OwnRows:
         if self._counts_rows:
             marks = np.zeros(sum(logit_rows), np.int64)
             marks[found] = 1
-            counted, counted_logits = staged.put(_mark_rows(step.homes, rows, shape)), staged.put(marks)
+            counted, counted_logits = staged.put(_mark_rows(step.work_by_rank, rows, shape)), staged.put(marks)
         row_exchange = RowExchange(self._comm, tuple(rows), counted)
         logit_exchange = RowExchange(self._comm, tuple(logit_rows), counted_logits)
         return ExchangedRows(row_exchange, logit_exchange, staged.put(chosen))
 
 
-def _mark_rows(homes: Sequence[HomeWork], counts: Sequence[int], shape: StepShape | None) -> np.ndarray:
+def _mark_rows(work_by_rank: Sequence[RankWork], counts: Sequence[int], shape: StepShape | None) -> np.ndarray:
     """Return 1 for each row of a request and 0 for padding, for the rows of all ranks. `counts`: rows of each rank."""
     marks = [np.zeros(count, np.int64) for count in counts]
-    for home, of_rank in zip(homes, marks, strict=True):
-        first_chunk = home.single_tokens if shape is None else shape.singles
-        of_rank[: home.single_tokens] = 1
-        of_rank[first_chunk : first_chunk + home.chunk_tokens] = 1
+    for work, of_rank in zip(work_by_rank, marks, strict=True):
+        first_chunk = work.single_tokens if shape is None else shape.singles
+        of_rank[: work.single_tokens] = 1
+        of_rank[first_chunk : first_chunk + work.chunk_tokens] = 1
     return np.concatenate(marks)
 
 
@@ -189,8 +195,8 @@ def _place_in_order(work: Sequence[WorkItem], counts: Sequence[int], offsets: np
     """Return an index for each row of the work items; those of a rank are consecutive.
 
     `counts`: number of rows of each work item. `offsets`: by rank, the index of its first row."""
-    homes = np.repeat(np.array([w.home for w in work], np.int64), np.array(counts, np.int64))
-    order, sizes = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=len(offsets))
-    places = np.empty(len(homes), np.int64)
-    places[order] = np.arange(len(homes)) + np.repeat(offsets - (np.cumsum(sizes) - sizes), sizes)
+    dp_ranks = np.repeat(np.array([w.dp_rank for w in work], np.int64), np.array(counts, np.int64))
+    order, sizes = np.argsort(dp_ranks, kind="stable"), np.bincount(dp_ranks, minlength=len(offsets))
+    places = np.empty(len(dp_ranks), np.int64)
+    places[order] = np.arange(len(dp_ranks)) + np.repeat(offsets - (np.cumsum(sizes) - sizes), sizes)
     return places

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from emberline.models.config_outline import read_outline
 from emberline.models.textmodel import OTHER_TENSORS
-from emberline.models.weight_parts import list_weight_parts
+from emberline.models.weight_matrices import list_weight_matrices
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -78,7 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_counted_as_transformers_creates_them(name: str) -> None:
     config = dict(CONFIGS[name])
-    counted = sum(part.num_weights for part in list_weight_parts(read_outline(config)))
+    counted = sum(part.num_weights for part in list_weight_matrices(read_outline(config)))
     auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(config.pop("model_type"), **config))

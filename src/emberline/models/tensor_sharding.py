@@ -1,4 +1,4 @@
-"""cut_checkpoint: the tensors of a checkpoint, each cut to the part that one rank loads.
+"""shard_checkpoint: the tensors of a checkpoint, each cut to the part that one rank loads.
 
 The matrices q, k, v, gate, up, embedding and LM head are cut by rows, and the products of the ranks are concatenated.
 The matrices o and down are cut by columns, and the products of the ranks are summed. Vectors with a number for each
@@ -19,7 +19,7 @@ from emberline.models.experts_spec import ExpertsSpec, ExpertTensors
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.shard import Shard
-from emberline.models.stored_cuts import DimensionCut, cut_tensor
+from emberline.models.tensor_slices import DimensionSlice, slice_tensor
 
 LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.*)")
 NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
@@ -33,28 +33,28 @@ class Section(NamedTuple):
     width: int = 1  # number of rows or columns of a unit
 
 
-def cut_checkpoint(checkpoint: Checkpoint, shard: Shard) -> Checkpoint:
+def shard_checkpoint(checkpoint: Checkpoint, shard: Shard) -> Checkpoint:
     """Return the checkpoint with the tensors of this rank. `checkpoint`: what `select_model_tensors` returns.
 
     Raises UnsupportedModel if the model, or a quantised tensor, cannot be divided among the ranks."""
     if shard.is_whole:
         return checkpoint
-    rules = CutRules(ModelConfig.from_hf(checkpoint.config), shard)
-    cut = {}
+    rules = ShardingRules(ModelConfig.from_hf(checkpoint.config), shard)
+    sharded = {}
     for name, info in checkpoint.tensors.items():
         if rules.has_part(name):
-            cuts = rules.find(name, len(info.shape))
-            cut[name] = cut_tensor(name, info, cuts) if cuts else info
-    return replace(checkpoint, tensors=cut)
+            slices = rules.find(name, len(info.shape))
+            sharded[name] = slice_tensor(name, info, slices) if slices else info
+    return replace(checkpoint, tensors=sharded)
 
 
-class CutRules:
+class ShardingRules:
     """Finds a rank's part of each tensor of a model, by the tensor's name."""
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         self._config, self._shard = config, shard
         self._own = shard.shard_config(config)  # raises an error if the model cannot be divided
-        self._rules: dict[str, list[DimensionCut]] = {}
+        self._rules: dict[str, list[DimensionSlice]] = {}
         if shard.divides_attention:
             self._add_attention()
             self._add_recurrent_layers()
@@ -69,23 +69,23 @@ class CutRules:
         if experts is None or self._spec is None or found is None:
             return True
         number = NUMBER.search(found[2])
-        if number is None or not any(_stem(found[2]) in _each_expert_stems(t) for t in self._spec.tensors):
+        if number is None or not any(_stem(found[2]) in _list_per_expert_stems(t) for t in self._spec.tensors):
             return True
         return int(number[1]) in self._shard.experts(experts.count)
 
-    def find(self, name: str, num_dimensions: int) -> list[DimensionCut]:
-        """Return how a tensor is cut for this rank; an empty list if each rank has the whole tensor."""
+    def find(self, name: str, num_dimensions: int) -> list[DimensionSlice]:
+        """Return how a tensor is sliced for this rank; an empty list if each rank has the whole tensor."""
         if name in (EMBEDDING_NAME, HEAD_NAME):
             size = self._config.vocab
             return [_join(0, Section(size, self._shard.vocabulary(size)))]
         found = LAYER_TENSOR.fullmatch(name)
         if found is None or int(found[1]) >= self._config.layers:
             return []
-        cuts = self._rules.get(_stem(found[2]), [])
-        return [cut for cut in cuts if cut.dimension < num_dimensions]  # the biases of o and down are replicated
+        slices = self._rules.get(_stem(found[2]), [])
+        return [each for each in slices if each.dimension < num_dimensions]  # the biases of o and down are replicated
 
-    def _add(self, name: str, *cuts: DimensionCut) -> None:
-        self._rules[name] = list(cuts)
+    def _add(self, name: str, *slices: DimensionSlice) -> None:
+        self._rules[name] = list(slices)
 
     def _add_attention(self) -> None:
         config, parts, attention = self._config, self._config.parts, self._config.parts.attention
@@ -148,21 +148,21 @@ class CutRules:
         columns = Section(experts.ffn, self._shard.expert_columns(experts.ffn))
         for tensors in spec.tensors:
             if "{}" in tensors.down:
-                self._add_each_expert(tensors.gate_up, tensors.down, columns)
+                self._add_per_expert_tensors(tensors.gate_up, tensors.down, columns)
             else:
                 numbers = _join(0, Section(experts.count, self._shard.experts(experts.count)))
                 self._add_stacked_experts(tensors, columns, numbers)
         if spec.shared is not None and experts.options.shared_ffn:
             width = experts.options.shared_ffn
             shared = Section(width, self._shard.shared_columns(width))
-            self._add_each_expert(spec.shared.gate_up, spec.shared.down, shared)
+            self._add_per_expert_tensors(spec.shared.gate_up, spec.shared.down, shared)
 
-    def _add_each_expert(self, gate_up: tuple[str, ...], down: str, columns: Section) -> None:
+    def _add_per_expert_tensors(self, gate_up: tuple[str, ...], down: str, columns: Section) -> None:
         for name in gate_up:
             self._add(_stem(name), _join(0, *[columns] * (2 // len(gate_up))))
         self._add(_stem(down), _join(1, columns))
 
-    def _add_stacked_experts(self, tensors: ExpertTensors, columns: Section, numbers: DimensionCut) -> None:
+    def _add_stacked_experts(self, tensors: ExpertTensors, columns: Section, numbers: DimensionSlice) -> None:
         both = [columns._replace(width=2)] if tensors.order == "interleaved_columns" else [columns, columns]
         rows = tensors.order == "rows"
         self._add(_stem(tensors.gate_up[0]), numbers, _join(1 if rows else 2, *both))
@@ -178,12 +178,12 @@ def _stem(name: str) -> str:
     return NUMBER.sub("{}", name.removesuffix(".weight").removesuffix(".bias"))
 
 
-def _each_expert_stems(tensors: ExpertTensors) -> set[str]:
+def _list_per_expert_stems(tensors: ExpertTensors) -> set[str]:
     return {_stem(name) for name in (*tensors.gate_up, tensors.down) if "{}" in name}
 
 
-def _join(dimension: int, *sections: Section) -> DimensionCut:
-    """Return the cut of a dimension that consists of these sections, in this order."""
+def _join(dimension: int, *sections: Section) -> DimensionSlice:
+    """Return the slice of a dimension that consists of these sections, in this order."""
     starts = [0]
     for units, _, width in sections:
         starts.append(starts[-1] + units * width)
@@ -191,4 +191,4 @@ def _join(dimension: int, *sections: Section) -> DimensionCut:
         (start + kept.start * width, start + kept.stop * width)
         for start, (_, kept, width) in zip(starts, sections, strict=False)
     )
-    return DimensionCut(dimension, starts[-1], ranges)
+    return DimensionSlice(dimension, starts[-1], ranges)

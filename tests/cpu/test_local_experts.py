@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from emberline.kernels.triton.routing import SortedRows, clear_other_outputs, select_own_tiles
+from emberline.kernels.triton.routing import SortedRows, clear_other_outputs, select_local_tiles
 
 TILE_ROWS, EXPERTS, UNUSED = 4, 6, 7
 
@@ -34,7 +34,7 @@ def sort_rows(chosen: list[int]) -> SortedRows:
 @pytest.mark.parametrize("own", [range(3), range(3, 6), range(2, 4), range(5, 6), range(6)])
 def test_own_tiles(own: range) -> None:
     chosen = [3, 0, 1, 3, 3, 0, 5, 3, 3, 4, 1, 3]  # nobody chose 2
-    found = select_own_tiles(rows := sort_rows(chosen), own)
+    found = select_local_tiles(rows := sort_rows(chosen), own)
     assert len(found.tile_experts) == rows.max_tiles and bool((found.tile_experts < len(own)).all())
     tiles, order = int(found.num_tiles), found.order.view(-1, TILE_ROWS)
     listed = [

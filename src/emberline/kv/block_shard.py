@@ -1,4 +1,4 @@
-"""BlockPart, StatePart: which bytes of whole KV blocks and of whole recurrent states one rank has.
+"""BlockShard, StateShard: which bytes of whole KV blocks and of whole recurrent states one rank has.
 
 A whole block is a block as an engine on one rank stores it: the keys of all layers of a layer group, then the values
 if they are stored separately. Each layer has the bytes of all KV heads in order. A rank's block has only the layers of
@@ -28,7 +28,7 @@ NUMBER_BYTES = 4  # bytes of a float32 value of a recurrent state
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPart:
+class BlockShard:
     # By group of layers: the indexes that the rank's layers have in a whole block. In the rank's own blocks, the same
     # layers have the indexes from 0 on.
     layers: tuple[range, ...]
@@ -36,16 +36,16 @@ class BlockPart:
     is_first: bool = True  # False: an earlier rank has the same heads of the same layers, and only that rank saves them
 
     @staticmethod
-    def of_rank(groups: LayerGroups, layers: range, heads: range, *, is_first: bool = True) -> BlockPart:
+    def of_rank(groups: LayerGroups, layers: range, heads: range, *, is_first: bool = True) -> BlockShard:
         """Return the part of a block that a rank has, for its `layers` and `heads`.
 
         `groups`: the layer groups of the whole model. `is_first`: False if an earlier rank has the same heads of the
         same layers, and saves them."""
-        indexes = [sorted(i for g, i in groups.places[layers.start : layers.stop] if g == group)
+        indexes = [sorted(i for g, i in groups.layer_positions[layers.start : layers.stop] if g == group)
                    for group in range(len(groups.windows))]  # fmt: skip
-        return BlockPart(tuple(map(_to_range, indexes)), heads, is_first)
+        return BlockShard(tuple(map(_to_range, indexes)), heads, is_first)
 
-    def of_whole(self, whole: Bytes, group: int) -> Bytes:
+    def slice_block(self, whole: Bytes, group: int) -> Bytes:
         """Return a view of this rank's part of `whole`, a whole block of a layer group.
 
         Both arrays are [keys or values, layer, KV head, byte]."""
@@ -54,7 +54,7 @@ class BlockPart:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
+class StateShard:
     """A rank's part of the recurrent states of a sequence, as a list of pieces.
 
     A piece is contiguous in the rank's own slot and in a whole slot, which holds the states of all layers and heads. A
@@ -66,7 +66,7 @@ class StatePart:
     pieces: tuple[tuple[tuple[int, int], ...], ...]
 
     @staticmethod
-    def of_rank(whole: StateShape, layers: range, rank: int, num_ranks: int) -> StatePart:
+    def of_rank(whole: StateShape, layers: range, rank: int, num_ranks: int) -> StateShard:
         """Return the part of a rank. `layers`: the numbers of its layers among all recurrent layers.
 
         `rank`: its number among the `num_ranks` ranks that divide the heads."""
@@ -83,11 +83,11 @@ class StatePart:
         matrix, base = whole.heads * whole.key_dim * whole.value_dim, whole.layers * conv
         own = matrix // num_ranks
         matrices = [(base + layer * matrix + rank * own, own) for layer in layers]
-        return StatePart(
+        return StateShard(
             tuple(tuple((at * NUMBER_BYTES, n * NUMBER_BYTES) for at, n in p) for p in (channels, matrices))
         )
 
-    def of_page(self, page: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
+    def iter_page_pieces(self, page: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
         """Yield this rank's pieces in a page of a whole slot: index of a tensor, bytes in its slot, bytes in the page.
 
         The bytes of a tensor's slot are those of all its layers in order."""
@@ -101,11 +101,13 @@ class StatePart:
                 own += size
 
 
-def own_state_layers(groups: LayerGroups, layers: range) -> range:
+def rank_state_layers(groups: LayerGroups, layers: range) -> range:
     """Return the numbers that a rank's recurrent layers have among all recurrent layers of the model.
 
     `groups`: the layer groups of the whole model. `layers`: all layers of the rank."""
-    return _to_range(sorted(i for group, i in groups.places[layers.start : layers.stop] if group == STATE_GROUP))
+    return _to_range(
+        sorted(i for group, i in groups.layer_positions[layers.start : layers.stop] if group == STATE_GROUP)
+    )
 
 
 def _to_range(indexes: Sequence[int]) -> range:
