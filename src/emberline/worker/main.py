@@ -112,10 +112,10 @@ async def serve(
 
 
 def _prepare_worker(config: ServerConfig, listener: socket.socket) -> ServerConfig:
-    """Return the settings, with this worker's URL if this server is a worker.
+    """Return the settings with the worker's URL added; unchanged if this server is not a worker.
 
-    From now on, a worker's listener closes connections of unreachable routers. Raises InvalidRequest if routers could
-    not reach the worker."""
+    For a worker, also let the listener close connections whose other end acknowledges no data for ROUTER_TIMEOUT_S.
+    Raises InvalidRequest if routers could not reach the worker, or would reject its name or address."""
     if config.worker is None:
         return config
     port = listener.getsockname()[1]
