@@ -23,7 +23,10 @@ LogitsReducer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """Indexes of the rows of one pass: `drafts` among padded rows of the batch, `targets` among the target's rows."""
+    """The rows of one pass whose drafts are compared with the target, as two lists of indexes of equal length.
+
+    `drafts`: indexes of the drafts' outputs in the padded batch, seen as [batch * rows]. `targets`: indexes in the rows
+    of the target's distributions."""
 
     drafts: Tensor  # [n] int64
     targets: Tensor  # [n] int64

@@ -29,7 +29,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def bind_listener(host: str, port: int, *, option_prefix: str = "--") -> socket.socket:
     """Return a listening socket. Raises InvalidRequest if the address cannot be used.
 
-    `option_prefix`: what stands before host and port in the command's options for this address, for the error's hint.
+    `option_prefix`: the start of the option names in the error's hint; with "--metrics-", the hint names --metrics-host
+    and --metrics-port.
 
     The socket listens at once. Otherwise a second server could bind the same port while the first one loads its model,
     because SO_REUSEADDR permits that until one of the sockets listens."""
