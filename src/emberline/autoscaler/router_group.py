@@ -67,7 +67,8 @@ class RouterGroup:
         """Return the merged status of the routers that answer.
 
         If one router reports a worker as draining, and another reports the same worker as ready because it does not
-        know of the drain, for example after a restart, the drain is repeated at that router. Raises RouterUnavailable if no router answers, or WrongClusterKey."""
+        know of the drain, for example after a restart, the drain is repeated at that router. Raises RouterUnavailable
+        if no router answers, or WrongClusterKey."""
         try:
             statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
         except RouterUnavailable:
