@@ -31,7 +31,7 @@ _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})"
 
 
 class EventPosition(NamedTuple):
-    """The position of an event: its stream, the stream's worker, and the number of groups and events up to it."""
+    """The position of an event in a stream: the complete groups before the event, and its number in the next group."""
 
     incarnation: str  # id of the run of the worker's process
     stream: str

@@ -107,9 +107,10 @@ def _rows_of_pass(spans: Sequence[range], rows: int, number: int, device: torch.
 
 
 def make_reducer(vocabulary: DraftVocabulary, device: torch.device) -> LogitsReducer:
-    """Return a function of logits [S, vocab].
+    """Return a function that restricts logits [S, vocab] to the draft vocabulary.
 
-    It returns the distributions over the draft vocabulary, and whether the most probable token is in it."""
+    For each row, the function returns the distribution over the draft vocabulary, and whether the most probable of all
+    tokens is in that vocabulary."""
     ids, contained = (copy_to_device(each, device) for each in (vocabulary.ids, vocabulary.t2d))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 

@@ -177,9 +177,9 @@ class Relay(ReplyRelay):
     def _choose_next_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
         """Return the next worker to try.
 
-        Return None if no worker is available or the limit of attempts is reached. If the
-        first choice fails, raise the error to send to the client, unless it is EngineUnavailable: a model is unknown,
-        all workers are full etc."""
+        Return None if no worker is available or the limit of attempts is reached. If no attempt has failed before,
+        raise any error of `choose_worker` other than EngineUnavailable, for example because the model is unknown or all
+        workers are full."""
         try:
             if routed.may_try_another_worker:
                 excluded = routed.tried_worker_ids
