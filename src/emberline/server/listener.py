@@ -100,7 +100,9 @@ def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_an
 
 
 async def answer_while_loading(listener: socket.socket, tls: ssl.SSLContext | None = None) -> HTTPServer:
-    """Reply to all requests with status 503 until `serve_until_stopped` is called with the returned server."""
+    """Reply to all requests with status 503 until `serve_until_stopped` is called with the returned server.
+
+    Only /health/live gets status 200."""
     server = HTTPServer(_reply_loading, tls=tls)
     await server.start(listener)
     return server
