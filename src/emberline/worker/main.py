@@ -246,7 +246,9 @@ def _worker_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http"
 
 
 def _worker_name(worker: WorkerConfig | None, port: int) -> str:
-    """Return the worker's name: --worker-name, or its address, since cloned machines may have equal hostnames."""
+    """Return --worker-name, or else the host and port of the worker's URL, or else this machine's hostname and port.
+
+    The URL comes before the hostname because cloned machines may have equal hostnames."""
     if worker is None:
         return f"{socket.gethostname()}:{port}"
     return worker.worker_name or (
