@@ -62,7 +62,8 @@ class RouterClient:
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:
         """Tell a worker to sleep, which it does only without open requests, or to wake.
 
-        Return False if the worker cannot sleep, or if the router does not know it. Raises RouterUnavailable or WrongClusterKey."""
+        Return False if the worker cannot sleep, or if the router does not know it. Raises RouterUnavailable or
+        WrongClusterKey."""
         body = msgspec.json.encode({"name": name, "on": on})
         status, _ = await self._call("POST", "/cluster/sleep", body, DRAIN_TIMEOUT_S)
         if status not in (200, 400, 404):

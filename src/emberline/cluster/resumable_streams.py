@@ -169,7 +169,7 @@ class ResumableStreams:
         """Return how to continue a stream after an event. If the stream is still running, it ends here.
 
         Raises StreamNotResumable if the stream is unknown or forgotten, or belongs to another request or tenant, and
-        InvalidRequest if the stream has no such event."""
+        InvalidRequest if the event is beyond the end of the stream."""
         self._forget_expired()
         stream = self._running.get(position.stream) or self._ended.get(position.stream)
         if stream is None or stream.tenant != tenant or stream.request_digest != position.request_digest:
