@@ -1,4 +1,4 @@
-"""HangDetector: finds workers to replace, because they send no heartbeats to any router and do not react to calls.
+"""HangDetector: finds workers to replace, which send no router heartbeats and do not react to calls.
 
 Missing heartbeats do not prove that a worker hangs: the router or the network may be broken. So a lost worker is
 replaced only if two things are true. For some time, each router that answers and knows the worker counts it as lost.

@@ -84,7 +84,7 @@ class RouterGroup:
         return merged
 
     async def drain(self, name: str, *, on: bool = True) -> bool:
-        """Start or end the draining of a worker at all routers that answer. Return whether any of them knows it."""
+        """Start or end the drain of a worker at all routers that answer. Return whether any of them knows it."""
         return any((await self._call_answering(lambda router: router.drain(name, on=on))).values())
 
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:

@@ -48,8 +48,8 @@ class StartTracker:
     def _record_ready_worker(self, role: str, row: StatusRow, began_at: float | None, now: float) -> None:
         """Record a ready worker.
 
-        `began_at`: the time at which the worker was ordered (see `record_order`); None if that was not after the last
-        update."""
+        `began_at`: the time at which the worker was ordered (see `record_order`), if it was ordered after the last
+        update; otherwise None."""
         name, incarnation = row["name"], row["incarnation"]
         if (since := self._since.pop(name, began_at)) is not None:
             self._failures_in_a_row[role] = 0
@@ -96,7 +96,7 @@ class StartTracker:
     def _record_failures(self, role: str, count: int, now: float) -> None:
         """Record `count` starts that failed together, and delay further starts of the pool.
 
-        The delay doubles as after one failed start, because the failures probably have the same cause."""
+        The delay grows only as much as after one failed start: starts that fail together have the same cause."""
         self.failed_starts += count
         failures = self._failures_in_a_row[role] = self._failures_in_a_row.get(role, 0) + 1
         self._start_again_at[role] = now + min(2.0 ** (failures - 1), MAX_BACKOFF_S)

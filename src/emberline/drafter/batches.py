@@ -23,7 +23,7 @@ LogitsReducer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """The rows of one pass whose drafts are compared with the target, as two lists of indexes of equal length.
+    """The rows of one pass whose drafts are compared with the target: two lists of equal length.
 
     `drafts`: indexes of the drafts' outputs in the padded batch, seen as [batch * rows]. `targets`: indexes in the rows
     of the target's distributions."""

@@ -56,7 +56,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def acceptance_length(rates: Sequence[float]) -> float:
-    """Return the mean number of tokens that a step with a draft generates, the target's own token included.
+    """Return the mean number of tokens of a step with a draft, the target's own token included.
 
     `rates`: for each token of a draft, the share that is accepted if all tokens before it are accepted."""
     return 1 + float(np.cumprod(rates).sum())
@@ -65,7 +65,7 @@ def acceptance_length(rates: Sequence[float]) -> float:
 def _count_accepted(
     head: TrainableHead, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer]
 ) -> list[np.ndarray]:
-    """Return, for each answer, how many tokens of its drafts are accepted: one draft for each start position.
+    """Return, for each answer, how many tokens are accepted of the draft from each start position.
 
     The first draft starts at the last token of the prompt. The last one starts where the answer has just enough tokens
     left to compare all DRAFT_LENGTH tokens of the draft with them."""

@@ -82,7 +82,7 @@ def _curve_point(
 
 
 def _count_offset(kinds: Sequence[WorkerKind], topology: Topology, task: PlanningTask) -> int:
-    """Return the GPUs that the formulas estimate for the topology's family, minus the GPUs of `topology` itself.
+    """Return the GPUs that the formulas estimate for the family of `topology`, minus its own GPUs.
 
     A family has the same roles and kinds of pools. Return 0 if the formulas find no topology of the family."""
     found = _find_family(kinds, topology, task)

@@ -91,7 +91,7 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
 
 
 def _max_engines(topology: Topology, traffic: Traffic) -> int:
-    """Return how many engines to simulate, so that the simulation generates about SIMULATED_TOKENS tokens at most.
+    """Return how many engines to simulate, so that about SIMULATED_TOKENS output tokens suffice.
 
     These are the tokens of the requests that run from the start, and of MIN_SIMULATED_REQUESTS more. The result is at
     most MAX_SIMULATED_ENGINES, but at least one for each pool."""

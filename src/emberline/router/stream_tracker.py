@@ -40,7 +40,7 @@ class StreamTracker:
         reply_id: str | None = None,
         created: int | None = None,
     ) -> None:
-        """`received`: the output that the client received over an earlier connection, or None for a new stream.
+        """`received`: the output that the client received over an earlier connection; None: a new stream.
 
         `reply_id` and `created`: the id and the creation time of the reply to which that output belongs."""
         self.event_count = 0  # events passed on

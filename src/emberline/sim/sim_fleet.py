@@ -17,7 +17,7 @@ from emberline.sim.result import Distribution, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class SimStart:
-    """The times, counted from the start of a worker, at which it becomes ready or ends without becoming ready."""
+    """The seconds from a worker's start until it becomes ready, or ends without becoming ready."""
 
     ready_after_s: float  # infinite: it never becomes ready
     ends_after_s: float | None = None  # seconds until its process ends, if it is not ready then; None: it does not
@@ -43,7 +43,7 @@ class SimFleet:
     """The WorkerFleet of a simulated cluster. All workers of the cluster belong to it."""
 
     def __init__(self, cluster: SimCluster, choose_start: Callable[[], SimStart], trace: ScalingTrace) -> None:
-        """`choose_start` is called for each new worker. It returns when that worker becomes ready or ends."""
+        """`choose_start` is called for each new worker, and determines after how long it becomes ready or ends."""
         self._cluster = cluster
         self._choose_start = choose_start
         self._trace = trace

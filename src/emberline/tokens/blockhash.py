@@ -36,7 +36,9 @@ def group_block_hash(digest: bytes, group: int) -> bytes:
 
 
 def state_page_hash(digest: bytes, page: int) -> bytes:
-    """Return the hash of one page of the snapshot of recurrent states after the block `digest` (kv/state_pages.py)."""
+    """Return the hash of one page of the snapshot of recurrent states after the block `digest`.
+
+    Pages are defined in kv/state_pages.py."""
     return blake2b(page.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"state-page").digest()
 
 
@@ -49,7 +51,7 @@ def mark_without_states(parent: bytes) -> bytes:
 
 
 def read_listed_parent(digest: bytes, listed: bytes) -> tuple[bytes, bool]:
-    """Return the hash of a block's parent, as a KV event lists it, and whether the block has no recurrent states.
+    """Return the hash of a block's parent from a KV event, and whether the block lacks recurrent states.
 
     `digest`: the hash of the block. `listed`: the parent in the KV event, which may have the mark that
     `mark_without_states` adds."""

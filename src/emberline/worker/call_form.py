@@ -63,7 +63,7 @@ _FORMS = tuple(CallForm(is_text, is_null) for is_text in (False, True) for is_nu
 
 
 def find_call_form(render: Callable[[list[Message]], str]) -> CallForm | None:
-    """Return the first form with which the template renders a test call completely, its arguments as plain JSON.
+    """Return the first form with which the template renders a test call completely, as plain JSON.
 
     If there is none, return None if the template renders the messages of some form without the call's arguments.
     Otherwise return the default form. `render` renders messages with the template, and raises EmberlineError if the

@@ -246,7 +246,7 @@ def _worker_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http"
 
 
 def _worker_name(worker: WorkerConfig | None, port: int) -> str:
-    """Return --worker-name, else host and port of the worker's URL, else this machine's hostname and port.
+    """Return --worker-name, else host and port of the worker's URL, else the hostname and port.
 
     The URL comes before the hostname because cloned machines may have equal hostnames."""
     if worker is None:

@@ -47,7 +47,7 @@ class PromptBuilder:
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
 
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
-        """Call `render` and return the prompt's text. A long prompt is rendered in a thread, off the event loop.
+        """Call `render` and return the prompt's text. A long prompt is rendered in a thread.
 
         Raises ContextLengthExceeded if there are more messages than the model's context has tokens.
         """
