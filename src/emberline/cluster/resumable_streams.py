@@ -31,7 +31,7 @@ _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})"
 
 
 class EventPosition(NamedTuple):
-    """The position of an event in a stream: the number of complete groups, and of further events, up to it."""
+    """The position of an event in a stream: the numbers of complete groups and further events up to it."""
 
     incarnation: str  # id of the run of the worker's process
     stream: str

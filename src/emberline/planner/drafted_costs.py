@@ -14,7 +14,7 @@ MEASURED_CONTEXT = 640  # mean tokens of a request in the measured steps
 
 @dataclass(frozen=True, slots=True)
 class DraftedCosts:
-    """Step costs of an engine that drafts tokens, for a simulator in which a step samples one per request.
+    """Step costs with drafts, for a simulator whose steps generate one token for each request.
 
     A real step generates `tokens_per_step` tokens for a request, so the time for decoding is divided by that number.
     For batches that are larger than the measured ones, the costs are those without drafts."""

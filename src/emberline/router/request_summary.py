@@ -124,7 +124,7 @@ def _is_single_sequence(body: _RoutingFields) -> bool:
 
 
 def _find_first_user_part(prompt_parts: list[memoryview]) -> int:
-    """Return the index of the first message whose role is not in SYSTEM_ROLES; without one, the last index."""
+    """Return the index of the first message whose role is not in SYSTEM_ROLES, or else the last index."""
     for i, part in enumerate(prompt_parts):
         if bytes(part[:1]) != b"{":
             continue

@@ -43,7 +43,7 @@ class SimFleet:
     """The WorkerFleet of a simulated cluster. All workers of the cluster belong to it."""
 
     def __init__(self, cluster: SimCluster, choose_start: Callable[[], SimStart], trace: ScalingTrace) -> None:
-        """`choose_start` is called for each new worker, and determines after how long it becomes ready or ends."""
+        """`choose_start` determines, for each new worker, after how long the worker becomes ready or ends."""
         self._cluster = cluster
         self._choose_start = choose_start
         self._trace = trace

@@ -100,7 +100,7 @@ class Generation:
             metrics.record_request(len(prompt.token_ids), self._params.n, self._params.max_tokens)
 
     def _describe_last_block(self) -> str:
-        """Return "HASH COUNT": the hash of the first prompt's last full KV block, and the number of them."""
+        """Return "HASH COUNT": the hash of the first prompt's last full KV block, and the block's number."""
         info = self._engine.model_info[self._model]
         root = root_hash(info.layout, self._common.cache_salt)
         end = hash_last_full_block(root, self._prompts[0].token_ids, info.block_size)
