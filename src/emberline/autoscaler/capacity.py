@@ -1,8 +1,9 @@
 """CapacityEstimate: how much work per second one worker of a pool serves within the SLO.
 
 Work is counted in tokens: prompt tokens to compute, plus generated tokens times a weight. The estimate rises slowly
-while workers reach the planned load and latencies are low. It falls when latencies exceed the SLO although the load is
-below the planned one. That load is remembered as a ceiling, so that the estimate does not soon rise to it again."""
+while workers reach the planned load and latencies are low. It falls when latencies have exceeded the SLO for some time
+although the load was below the estimate. That load is remembered as a ceiling, so that the estimate does not soon rise
+to it again."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class CapacityEstimate:
     def with_load(self, load: float, pressure: float | None, utilisation: float, now: float) -> CapacityEstimate:
         """Return the estimate, updated after the workers of a stable pool had `load` work per second each.
 
-        `pressure`: the worst latency as a share of its SLO; None: there were no requests."""
+        `pressure`: the worst latency as a share of its SLO; None: there were no requests. `utilisation`: the planned
+        load of a worker, as a share of the estimate."""
         seconds = 0.0 if self.updated_at is None else max(now - self.updated_at, 0.0)
         ceiling = None if self.ceiling is None else self.ceiling * (1 + CEILING_RISE_PER_S * seconds)
         missed_s = self.missed_s * math.exp(-seconds / MISSED_MEMORY_S)

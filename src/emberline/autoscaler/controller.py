@@ -215,7 +215,7 @@ class Autoscaler:
                 pool.stopping.add(name)
 
     async def _replace_hanging_workers(self, role: str, pool: PoolWorkers, now: float) -> None:
-        """Replace the workers that do not become ready, and the workers without heartbeats that answer no call."""
+        """Replace workers that take too long to become ready, and lost workers that do not react to a call."""
         processes = [name for name in pool.starting if name in pool.managed and name not in pool.placeholders]
         overdue = [name for name in processes if self._starts.is_hanging(name, now)]
         hanging = await self._hangs.find_hanging(pool, overdue, now)

@@ -1,9 +1,11 @@
-"""HangDetector: finds workers to replace: they send no heartbeats to any router and do not answer calls.
+"""HangDetector: finds workers to replace, which send no router heartbeats and do not react to calls.
 
-Missing heartbeats do not prove that a worker hangs: the router or the network may be broken. So a worker is replaced
-only if, for some time, each router that answers and knows the worker counts it as lost, and if the worker does not
-answer a call of the autoscaler either. If the routers have lost all workers at once, the fault is probably not the
-workers', and the time is longer; Kubernetes also evicts no pods when all nodes of a cluster are unreachable."""
+Missing heartbeats do not prove that a worker hangs: the router or the network may be broken. So a lost worker is
+replaced only if two things are true. For some time, each router that answers and knows the worker counts it as lost.
+And a call of the autoscaler gets no reaction, not even a refused connection: a worker that refuses it may be starting.
+
+If the routers have lost all workers at once, the fault is probably not the workers', and the time is longer. Kubernetes
+also evicts no pods when all nodes of a cluster are unreachable."""
 
 from __future__ import annotations
 
@@ -49,11 +51,11 @@ class HangDetector:
         self._lost_since.clear()
 
     async def find_hanging(self, pool: PoolWorkers, overdue: Iterable[str], now: float) -> list[str]:
-        """Return the workers of the pool to replace.
+        """Return the names of the workers of the pool to replace.
 
-        `overdue`: workers that have taken too long to become ready. They are replaced, unless a worker sends no
-        heartbeats to any router but answers a call. Lost workers are replaced if they have been lost for too long and
-        do not react to a call."""
+        `overdue`: workers that have taken too long to become ready. Overdue workers, and workers that have been lost
+        for too long, are called if no router gets their heartbeats. A worker that answers is kept. Any other overdue
+        worker is replaced. A lost worker is replaced only if the call gets no reaction (`ProbeResult.SILENT`)."""
         lost = [name for name in pool.lost if now - self._lost_since.get(name, now) > self._timeout_s]
         names = list(dict.fromkeys((*overdue, *lost)))
         results = await asyncio.gather(*map(self._probe_if_silent, names))

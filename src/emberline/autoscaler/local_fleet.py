@@ -50,11 +50,13 @@ class LocalFleet:
         gpus: Sequence[str] = (),
         gpus_by_role: Mapping[str, int] | None = None,
     ) -> None:
-        """`build_command` returns a worker's command, in which the worker's name and each router URL is one argument.
+        """Prepare to start workers, and lock the routers against other autoscalers on this machine.
 
-        The spelling and the order of `router_urls` do not matter.
-        `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises InvalidRequest if
-        another autoscaler on this machine manages workers of the same router, or if the machine has no /proc."""
+        `build_command` returns a worker's command line. The worker's name and each router URL must be arguments of
+        their own in it, because the fleet finds its workers by these arguments. `router_urls` are compared after
+        normalisation. `gpus`: the GPUs of this machine, of which each worker gets as many as its role needs. Raises
+        InvalidRequest if another autoscaler on this machine manages workers of the same router, or if the machine has
+        no /proc."""
         if not Path("/proc/self/cmdline").exists():
             raise InvalidRequest(
                 "adapter local needs /proc, which only Linux has",

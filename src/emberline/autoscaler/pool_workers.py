@@ -35,9 +35,10 @@ class PoolWorkers:
         return len({*self.starting, *self.stopping, *(row["name"] for row in rows)}) + self.num_ordered
 
     def choose_removals(self, count: int) -> list[str]:
-        """Return the names of up to `count` managed workers to remove, in the order that the fleet prescribes, if any.
+        """Return the names of up to `count` managed workers to remove.
 
-        Otherwise, workers that are starting come first, then those with the fewest requests."""
+        Workers with the highest removal rank (in `managed`) come first. Of workers with equal ranks, those that are
+        starting come first, then those with the fewest requests."""
         requests = dict.fromkeys(self.starting, -1) | {row["name"]: row["open"] for row in self.ready}
         names = sorted((name for name in requests if name in self.managed), reverse=True)
         return sorted(names, key=lambda name: (-self.managed[name], requests[name]))[:count]
@@ -51,8 +52,9 @@ def group_workers(
 ) -> dict[str, PoolWorkers]:
     """Return the workers of each pool.
 
-    A worker of the fleet counts as starting if the router does not know it, reports it as starting, or has lost it;
-    a lost worker does so until it is replaced or back. Lost workers outside the fleet are in no list: they may be dead.
+    A worker of the fleet counts as starting if the router does not know it, or reports it as starting or as lost. Lost
+    workers outside the fleet are in no list, because they may be dead.
+
     `models`: the models of the pools. Workers outside the fleet that serve none of these are left out. If `models` is
     empty, the models are not known, and no worker is left out."""
     pools = {role: PoolWorkers() for role in roles}

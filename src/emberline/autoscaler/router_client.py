@@ -60,9 +60,10 @@ class RouterClient:
         return status == 200
 
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:
-        """Let a worker sleep as soon as it has no requests, or wake it. Return whether the worker can sleep.
+        """Tell a worker to sleep, which it does only without open requests, or to wake.
 
-        Raises RouterUnavailable or WrongClusterKey."""
+        Return False if the worker cannot sleep, or if the router does not know it. Raises RouterUnavailable or
+        WrongClusterKey."""
         body = msgspec.json.encode({"name": name, "on": on})
         status, _ = await self._call("POST", "/cluster/sleep", body, DRAIN_TIMEOUT_S)
         if status not in (200, 400, 404):

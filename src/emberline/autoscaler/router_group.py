@@ -66,8 +66,9 @@ class RouterGroup:
     async def fetch_status(self) -> dict[str, Any]:
         """Return the merged status of the routers that answer.
 
-        If a router has lost the drain of a worker in a restart, and another router still has it, the drain is repeated.
-        Raises RouterUnavailable if no router answers, or WrongClusterKey."""
+        If one router reports a worker as draining, and another reports the same worker as ready because it does not
+        know of the drain, for example after a restart, the drain is repeated at that router. Raises RouterUnavailable
+        if no router answers, or WrongClusterKey."""
         try:
             statuses = await self._call_all({url: router.fetch_status() for url, router in self._routers.items()})
         except RouterUnavailable:
@@ -83,7 +84,7 @@ class RouterGroup:
         return merged
 
     async def drain(self, name: str, *, on: bool = True) -> bool:
-        """Start or end the draining of a worker at all routers, and return whether any of them knows the worker."""
+        """Start or end the drain of a worker at all routers that answer. Return whether any of them knows it."""
         return any((await self._call_answering(lambda router: router.drain(name, on=on))).values())
 
     async def set_asleep(self, name: str, *, on: bool = True) -> bool:

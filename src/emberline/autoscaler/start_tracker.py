@@ -46,7 +46,10 @@ class StartTracker:
         self._ready = {name: incarnation for name, incarnation in self._ready.items() if name in known}
 
     def _record_ready_worker(self, role: str, row: StatusRow, began_at: float | None, now: float) -> None:
-        """Record a ready worker. `began_at`: the time when it was ordered, if that was after the last update."""
+        """Record a ready worker.
+
+        `began_at`: the time at which the worker was ordered (see `record_order`), if it was ordered after the last
+        update; otherwise None."""
         name, incarnation = row["name"], row["incarnation"]
         if (since := self._since.pop(name, began_at)) is not None:
             self._failures_in_a_row[role] = 0
@@ -75,7 +78,9 @@ class StartTracker:
             self._record_failures(role, num_failed, now)
 
     def record_order(self, role: str, count: int, now: float) -> None:
-        """Record that workers of a pool were ordered now. Their names are known with the next list of workers."""
+        """Record that `count` workers of a pool were ordered: the fleet was asked to start them now.
+
+        Their names are known only with the fleet's next list of workers."""
         self._orders[role] = now, count
 
     def may_start(self, role: str, now: float) -> bool:
@@ -89,7 +94,9 @@ class StartTracker:
         return now - self._since.get(name, now) > max(MIN_TIMEOUT_S, 10 * self.usual_start_s)
 
     def _record_failures(self, role: str, count: int, now: float) -> None:
-        """Record `count` starts that failed together. The delay grows as for one, as they have the same cause."""
+        """Record `count` starts that failed together, and delay further starts of the pool.
+
+        The delay grows only as much as after one failed start: starts that fail together have the same cause."""
         self.failed_starts += count
         failures = self._failures_in_a_row[role] = self._failures_in_a_row.get(role, 0) + 1
         self._start_again_at[role] = now + min(2.0 ** (failures - 1), MAX_BACKOFF_S)

@@ -1,6 +1,6 @@
 """ChaosRun: injects faults, several at a time, into a cluster that serves requests.
 
-At any time at least one worker that can generate replies is left without a fault."""
+The faults never make all workers unavailable at the same time."""
 
 from __future__ import annotations
 

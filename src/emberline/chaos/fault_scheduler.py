@@ -1,6 +1,6 @@
 """FaultScheduler: decides which fault may be injected next, given the unavailable processes and the active faults.
 
-At any time at least one worker that can generate replies is left without a fault."""
+The faults never make all workers unavailable at the same time."""
 
 from __future__ import annotations
 

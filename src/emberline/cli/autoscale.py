@@ -161,7 +161,9 @@ def _is_given(value: object) -> bool:
 
 
 def _reject_unused_options(args: argparse.Namespace, roles_with_target: Sequence[str]) -> None:
-    """Raise InvalidRequest for an option that the adapter would ignore."""
+    """Raise InvalidRequest for an option that has no effect with the given --adapter or --worker-command.
+
+    Also raise it if --ray-cpus is negative or not finite."""
     given = [name for name in ADAPTERS_BY_OPTION if _is_given(getattr(args, name))]
     unused = [name for name in given if args.adapter not in ADAPTERS_BY_OPTION[name]]
     if roles_with_target and args.adapter != "kubernetes":

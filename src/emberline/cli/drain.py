@@ -133,7 +133,7 @@ def _remaining_work(status: Any, worker_name: str, incarnation: str | None) -> R
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router that is called."""
+    """A router to which this command sends requests, with the headers and the TLS context for them."""
 
     url: str
     headers: dict[str, str] = field(repr=False)

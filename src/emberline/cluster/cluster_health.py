@@ -21,7 +21,7 @@ def find_unavailable_workers(
     """Return the reason for each unavailable worker, by worker name.
 
     A worker is available if the router and the worker itself report it as ready. A decode worker must also be connected
-    to all prefill workers."""
+    to all available prefill workers. If the router does not answer, the only key is "router"."""
     if router_status is None:
         return {"router": "the router does not answer"}
     rows = {row["name"]: row for row in router_status["workers"]}
@@ -43,7 +43,8 @@ def find_unavailable_workers(
 def describe_held_resources(router_status: StatusDocument, stats_by_worker: Mapping[str, StatusDocument]) -> str:
     """Return a text about the requests, leases or KV blocks that an idle cluster still holds; "" if there are none.
 
-    A cluster is idle if no client sends requests to it. The text covers only the first process that holds something."""
+    A cluster is idle if no client sends requests to it. The text covers only the first process that holds something or
+    does not answer."""
     if router_status is None or router_status["open_requests"]:
         return "the router has open requests" if router_status else "the router does not answer"
     for name, stats in stats_by_worker.items():

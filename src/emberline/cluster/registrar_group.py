@@ -29,7 +29,9 @@ class RegistrarGroup:
         on_peers: Callable[[PeersByModel], None] = lambda peers: None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`on_peers` is called with the peers of all routers after each reply of a router. `tls`: as in Registrar."""
+        """`on_peers` is called after each reply of a router, with the peers that the routers list together.
+
+        `tls`: the context for https routers; None: one with the system's CAs."""
         self._heartbeat = heartbeat
         self._on_peers = on_peers
         self._peers: list[PeersByModel] = [{} for _ in router_urls]  # the last list of each router
@@ -90,7 +92,9 @@ class RegistrarGroup:
                 unsent[reporter].extend(report.prompts)
 
     def _update_peers(self, router: int, peers: PeersByModel) -> None:
-        """Pass on the peers that any router lists. The list of a router that does not answer may be out of date."""
+        """Store a router's list of peers, and call `on_peers` with the peers that any router lists.
+
+        Lists of other routers that do not answer are left out, because they may be out of date."""
         self._peers[router] = peers
         merged: PeersByModel = {}
         for i, listed in enumerate(self._peers):

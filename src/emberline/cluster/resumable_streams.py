@@ -31,7 +31,7 @@ _ID_PATTERN = re.compile(r"([!-~]{1,128})\.([0-9a-f]{16})\.(\d{1,9})\.(\d{1,9})"
 
 
 class EventPosition(NamedTuple):
-    """The position of an event: its stream, the stream's worker, and the number of groups and events up to it."""
+    """The position of an event in a stream: the numbers of complete groups and further events up to it."""
 
     incarnation: str  # id of the run of the worker's process
     stream: str
@@ -168,7 +168,8 @@ class ResumableStreams:
     def reclaim(self, position: ReclaimRequest, tenant: str) -> ReclaimedStream:
         """Return how to continue a stream after an event. If the stream is still running, it ends here.
 
-        Raises StreamNotResumable if the stream is unknown or forgotten, or belongs to another request or tenant."""
+        Raises StreamNotResumable if the stream is unknown or forgotten, or belongs to another request or tenant, and
+        InvalidRequest if the event is beyond the end of the stream."""
         self._forget_expired()
         stream = self._running.get(position.stream) or self._ended.get(position.stream)
         if stream is None or stream.tenant != tenant or stream.request_digest != position.request_digest:

@@ -23,7 +23,10 @@ LogitsReducer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """Indexes of the rows of one pass: `drafts` among padded rows of the batch, `targets` among the target's rows."""
+    """The rows of one pass whose drafts are compared with the target: two lists of equal length.
+
+    `drafts`: indexes of the drafts' outputs in the padded batch, seen as [batch * rows]. `targets`: indexes in the rows
+    of the target's distributions."""
 
     drafts: Tensor  # [n] int64
     targets: Tensor  # [n] int64
@@ -104,9 +107,10 @@ def _rows_of_pass(spans: Sequence[range], rows: int, number: int, device: torch.
 
 
 def make_reducer(vocabulary: DraftVocabulary, device: torch.device) -> LogitsReducer:
-    """Return a function of logits [S, vocab].
+    """Return a function that restricts logits [S, vocab] to the draft vocabulary.
 
-    It returns the distributions over the draft vocabulary, and whether the most probable token is in it."""
+    For each row, the function returns the distribution over the draft vocabulary, and whether the most probable of all
+    tokens is in that vocabulary."""
     ids, contained = (copy_to_device(each, device) for each in (vocabulary.ids, vocabulary.t2d))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 

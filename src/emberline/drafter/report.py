@@ -1,7 +1,8 @@
 """measure_acceptance: how many drafted tokens of a head equal the target's own tokens, on held-out sequences.
 
-A draft is the head's most probable token in each pass. As long as it equals the target's tokens, the next pass gets
-the same token as in the data. So comparing all passes on the data's tokens gives the acceptance of real drafts.
+A draft takes the head's most probable token in each pass. All passes are computed with the tokens of the data as input.
+A real draft would get its own tokens as input instead. Up to its first wrong token, the two are the same, and tokens
+after a wrong one are not accepted. So the result equals that of real drafts.
 """
 
 from __future__ import annotations
@@ -55,16 +56,19 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def acceptance_length(rates: Sequence[float]) -> float:
-    """Return the mean tokens per verified draft. `rates`: acceptance of each token after accepted ones."""
+    """Return the mean number of tokens of a step with a draft, the target's own token included.
+
+    `rates`: for each token of a draft, the share that is accepted if all tokens before it are accepted."""
     return 1 + float(np.cumprod(rates).sum())
 
 
 def _count_accepted(
     head: TrainableHead, vocabulary: DraftVocabulary, target: TargetStates, answers: Sequence[Answer]
 ) -> list[np.ndarray]:
-    """Return, for each answer, how many tokens of a draft that starts at each position of the answer are accepted.
+    """Return, for each answer, how many tokens are accepted of the draft from each start position.
 
-    Positions that fewer than DRAFT_LENGTH tokens of the answer follow are left out."""
+    The first draft starts at the last token of the prompt. The last one starts where the answer has just enough tokens
+    left to compare all DRAFT_LENGTH tokens of the draft with them."""
     ids = copy_to_device(vocabulary.ids, target.device)
     batch = make_batch(answers, target, DRAFT_LENGTH, None)
     with torch.no_grad(), compute_in_bfloat16(target.device):

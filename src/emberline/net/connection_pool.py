@@ -46,11 +46,11 @@ class HTTPConnectionPool:
     ) -> None:
         """Create a pool without connections.
 
-        An unused connection is kept for `idle_timeout_s`. A reused connection may turn out to be closed: with
-        `retries_stale`, a request on it that got no byte of a reply is sent once more on a new connection. For a
-        request with `checks_address`, `dial` opens the connection; it may refuse the host's IP address. `tls` is the
-        context for https origins, by default one with the system's CAs. `tls_by_origin` replaces it for the origins
-        that it lists.
+        An unused connection is kept for `idle_timeout_s`. With `retries_stale`, a request is sent once more on a new
+        connection if a reused connection breaks within STALE_RETRY_WINDOW_S without a byte of a reply: the server may
+        have closed it before the request arrived. For a request with `checks_address`, `dial` opens the connection; it
+        may refuse the host's IP address. `tls` is the context for https origins, by default one with the system's CAs.
+        `tls_by_origin` has other contexts for the origins that it lists.
         """
         self._connect_timeout_s, self._idle_timeout_s = connect_timeout_s, idle_timeout_s
         self._retries_stale = retries_stale

@@ -139,7 +139,10 @@ class RequestResponseCycle:
             self._waiter.set_result(None)
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next ASGI message: a part of the request's body, or http.disconnect after the end of the reply."""
+        """Return the next ASGI message: a part of the request's body, or http.disconnect.
+
+        The message is http.disconnect once the client has disconnected or the reply has ended.
+        """
         if self._expects_continue and not self._has_whole_body and not self.is_disconnected:
             self._expects_continue = False
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")

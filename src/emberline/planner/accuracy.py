@@ -43,7 +43,7 @@ class SimulationError:
         return SimulationError(clusters, h200, path.name)
 
     def describe(self) -> str:
-        """Return the errors of both latencies in words."""
+        """Return a text with the largest error of each latency in LATENCIES, or why the errors are not known."""
         if not self.clusters:
             return f"unknown: {ACCURACY_FILE} was not found (--accuracy)"
         return f"{', '.join(map(self._describe_latency, LATENCIES))} ({self.source})"

@@ -107,7 +107,9 @@ def _steady_rows(kind: WorkerKind, rate: float, traffic: Traffic, *, computes_pr
 
 
 def find_fewest_workers(meets: Callable[[int], bool], limit: int = MAX_WORKERS) -> int | None:
-    """Return the smallest number up to `limit` for which `meets` is true, if it is true for all larger ones."""
+    """Return the smallest number from 1 to `limit` for which `meets` is true, or None if there is none.
+
+    If `meets` is true for a number, it must be true for all larger numbers."""
     high = 1
     while not meets(high):
         if high >= limit:

@@ -14,7 +14,10 @@ MEASURED_CONTEXT = 640  # mean tokens of a request in the measured steps
 
 @dataclass(frozen=True, slots=True)
 class DraftedCosts:
-    """Costs of a step that generates one token for each request: 1/n of a real step, which generates n tokens."""
+    """Step costs with drafts, for a simulator whose steps generate one token for each request.
+
+    A real step generates `tokens_per_step` tokens for a request, so the time for decoding is divided by that number.
+    For batches that are larger than the measured ones, the costs are those without drafts."""
 
     base: StepCosts
     step_ms: tuple[tuple[int, float], ...]  # rows, milliseconds of a step with drafts

@@ -46,7 +46,9 @@ def find_candidates(kinds: Sequence[WorkerKind], task: PlanningTask, seed: int) 
 def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
     """Return the topologies to simulate, at most MAX_SIMULATED_TOPOLOGIES, in the given order, which is best first.
 
-    The best topology of each combination of split or not and lossless weights or not is taken before others."""
+    The best topology is taken for each of up to four cases: with or without separate prefill workers, and with or
+    without lossless weights. The remaining places go to the best topologies that differ from those taken before in
+    weight formats, tensor ranks or drafts."""
     chosen: list[Topology] = []
     sorts: set[tuple[bool, bool]] = set()
     for topology in topologies:
@@ -63,7 +65,9 @@ def shortlist(topologies: Sequence[Topology]) -> list[Topology]:
 
 
 def _describe_sort(topology: Topology) -> tuple[tuple[str, int, bool], ...]:
-    """Return weights, tensor ranks and drafts of each pool. The shortlist has each combination of these only once."""
+    """Return each pool's weight format, number of tensor ranks, and whether it drafts tokens.
+
+    `shortlist` takes only one topology of each such combination."""
     return tuple((pool.kind.weights, pool.kind.tp, pool.kind.drafts) for pool in topology.pools)
 
 

@@ -82,7 +82,9 @@ def _curve_point(
 
 
 def _count_offset(kinds: Sequence[WorkerKind], topology: Topology, task: PlanningTask) -> int:
-    """Return the number of GPUs that the formulas estimate with these kinds of workers, minus those of `topology`."""
+    """Return the GPUs that the formulas estimate for the family of `topology`, minus its own GPUs.
+
+    A family has the same roles and kinds of pools. Return 0 if the formulas find no topology of the family."""
     found = _find_family(kinds, topology, task)
     return 0 if found is None else found.gpus - topology.gpus
 

@@ -97,7 +97,7 @@ class ProjectedCosts:
         return self.step_seconds(*sum_work(plan.work))
 
     def collective_seconds(self, tokens: int, sampled: int) -> float:
-        """Return the seconds of a step's collectives, as published, and of the hops between pipeline stages.
+        """Return the seconds of a step's collectives (from published times) and hops between pipeline stages.
 
         `sampled`: the number of rows whose logits are computed."""
         seconds = (self.stages - 1) * STAGE_HOP_S

@@ -63,7 +63,9 @@ class PlanningTask:
 
     @property
     def engine_itl_target_s(self) -> float:
-        """The engines' target for inter-token latency, a little below the task's: engines size chunks by estimates."""
+        """The target for inter-token latency that engines get, a little below the task's target.
+
+        Engines choose the sizes of prompt chunks by estimated step times, so they may exceed their target a little."""
         return ITL_TARGET_SHARE * self.slo.itl_p90
 
 

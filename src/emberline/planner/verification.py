@@ -91,7 +91,10 @@ def simulate_topology(topology: Topology, task: PlanningTask, seed: int) -> Simu
 
 
 def _max_engines(topology: Topology, traffic: Traffic) -> int:
-    """Return how many engines can be simulated so that SIMULATED_TOKENS suffice for MIN_SIMULATED_REQUESTS."""
+    """Return how many engines to simulate, so that about SIMULATED_TOKENS output tokens suffice.
+
+    These are the tokens of the requests that run from the start, and of MIN_SIMULATED_REQUESTS more. The result is at
+    most MAX_SIMULATED_ENGINES, but at least one for each pool."""
     engines = sum(pool.engines for pool in topology.pools)
     running = topology.estimate.decode_rows * topology.pools[-1].engines
     left = max(1.0, SIMULATED_TOKENS / traffic.mean_output - MIN_SIMULATED_REQUESTS)

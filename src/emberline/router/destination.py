@@ -13,9 +13,10 @@ MAX_ENDPOINTS = 16
 
 
 def parse_endpoints(header: str) -> tuple[str, ...]:
-    """Return the endpoints (HOST:PORT) in the header, the preferred one first. Raises InvalidRequest if one is wrong.
+    """Return the endpoints (HOST:PORT) in the header, the preferred one first.
 
-    The protocol allows a list: the endpoints after the first are alternatives."""
+    The protocol allows a list: the endpoints after the first are alternatives. Raises InvalidRequest if an endpoint is
+    malformed, or if a header that is not empty has no endpoint or more than MAX_ENDPOINTS."""
     endpoints = tuple(part.strip().lower() for part in header.split(",") if part.strip())
     if header and not 0 < len(endpoints) <= MAX_ENDPOINTS:
         message = f"the header {DESTINATION_HEADER} has {len(endpoints)} endpoints; it must have 1 to {MAX_ENDPOINTS}"

@@ -70,8 +70,8 @@ class RequestSummary:
     def parse(body: bytes, session_id: str = "", tenant_id: str = "") -> RequestSummary:
         """Return the summary of a JSON body. Raises InvalidRequest if it is not JSON or `model` is not a string.
 
-        `derive_tenant_id` identifies the client's API key, or is "". Prompts of different tenants never share cached
-        blocks."""
+        `tenant_id` is a hash of the client's API key, or "" if the router requires no key. Prompts of different tenants
+        never share cached blocks."""
         try:
             fields = _BODY.decode(body)
         except msgspec.ValidationError:
@@ -124,7 +124,7 @@ def _is_single_sequence(body: _RoutingFields) -> bool:
 
 
 def _find_first_user_part(prompt_parts: list[memoryview]) -> int:
-    """Return the index of the first message that is not the system's. Without one, return the last index."""
+    """Return the index of the first message whose role is not in SYSTEM_ROLES, or else the last index."""
     for i, part in enumerate(prompt_parts):
         if bytes(part[:1]) != b"{":
             continue

@@ -40,7 +40,9 @@ class StreamTracker:
         reply_id: str | None = None,
         created: int | None = None,
     ) -> None:
-        """`received`: output that the client received over an earlier connection, of a reply with this id and time."""
+        """`received`: the output that the client received over an earlier connection; None: a new stream.
+
+        `reply_id` and `created`: the id and the creation time of the reply to which that output belongs."""
         self.event_count = 0  # events passed on
         self.has_ended = False  # the protocol's final event was passed on
         self.cached_tokens: int | None = None  # cached prompt tokens, as the client's usage field shows them

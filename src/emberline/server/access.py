@@ -21,7 +21,7 @@ CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # sent by a router beside the cl
 
 
 def derive_tenant_id(exchange: Exchange) -> str:
-    """Return the client's tenant: a hash of its API key.
+    """Return the client's tenant: a hash of its API key, or "" if the request has no key.
 
     Cached prompts of one tenant are never used for a different tenant."""
     key = _presented_key(exchange)

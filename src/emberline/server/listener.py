@@ -29,7 +29,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def bind_listener(host: str, port: int, *, option_prefix: str = "--") -> socket.socket:
     """Return a listening socket. Raises InvalidRequest if the address cannot be used.
 
-    `option_prefix`: what stands before host and port in the command's options for this address, for the error's hint.
+    `option_prefix`: the start of the option names in the error's hint; with "--metrics-", the hint names --metrics-host
+    and --metrics-port.
 
     The socket listens at once. Otherwise a second server could bind the same port while the first one loads its model,
     because SO_REUSEADDR permits that until one of the sockets listens."""
@@ -99,7 +100,9 @@ def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_an
 
 
 async def answer_while_loading(listener: socket.socket, tls: ssl.SSLContext | None = None) -> HTTPServer:
-    """Reply to all requests with status 503 until `serve_until_stopped` is called with the returned server."""
+    """Reply to all requests with status 503 until `serve_until_stopped` is called with the returned server.
+
+    Only /health/live gets status 200."""
     server = HTTPServer(_reply_loading, tls=tls)
     await server.start(listener)
     return server

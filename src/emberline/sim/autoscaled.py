@@ -24,7 +24,10 @@ async def _refuse_call(url: str) -> ProbeResult:
 
 class AutoscaledCluster:
     def __init__(self, cluster: SimCluster, settings: AutoscalerSettings, choose_start: Callable[[], SimStart]) -> None:
-        """`cluster` contains its first workers. `choose_start` returns when a new worker becomes ready or ends."""
+        """`cluster` already contains the workers with which the run begins.
+
+        `choose_start` is called for each worker that the autoscaler adds. It determines after how long that worker
+        becomes ready, or ends without becoming ready."""
         self._cluster = cluster
         self.trace = ScalingTrace()
         fleet, routers = SimFleet(cluster, choose_start, self.trace), SimRouters(cluster, self.trace)

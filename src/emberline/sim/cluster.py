@@ -134,7 +134,7 @@ class SimCluster:
     def run(self, sessions: Iterable[SimSession], until: float = math.inf) -> SimResult:
         """Simulate these sessions, which must be in the order of their start, and return the measurements.
 
-        The run ends when all have ended, or at the time `until`."""
+        The run ends when all sessions have ended, or at the virtual time `until`."""
         assert not self._has_started, "a cluster simulates one run"
         self._has_started = True
         self._start_next_session(iter(sessions), -math.inf)

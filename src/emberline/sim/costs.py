@@ -18,7 +18,9 @@ def find_cost_table(gpu: str, shape: str, weights: str = "plain") -> StepCostTab
 
 
 def find_cost_data(gpu: str, shape: str, weights: str = "plain") -> StepCostData:
-    """Return the measured steps of a table. Raises InvalidRequest as `find_cost_table` does."""
+    """Return the measured steps of which `find_cost_table` makes a table.
+
+    Raises InvalidRequest if the GPU, the shape or the weights were not measured."""
     tables = list_cost_tables()
     for param, value, known in (
         ("gpu", gpu, [table.gpu for table in tables]),

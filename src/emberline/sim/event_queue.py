@@ -40,7 +40,9 @@ class EventQueue:
         self.call_at(self._clock.time + seconds, call_and_repeat, is_background=True)
 
     def add_foreground_requests(self, count: int = 1) -> None:
-        """Keep the run going for `count` more requests that wait for background events; if negative, for fewer."""
+        """Keep the run going, although only background events may be left.
+
+        `count`: the number of requests that begin to wait for a background event; negative: that no longer wait."""
         self._num_foreground += count
 
     def run(self, until: float = math.inf) -> None:

@@ -37,7 +37,10 @@ class FastJob:
 
 @dataclass(slots=True)
 class FastRun:
-    """Decode steps of the same requests, or one step with chunks of prompts, or a wait for another worker's blocks."""
+    """The work that a FastWorker computes at once, of one of three kinds.
+
+    It is a number of decode steps of the same requests, one step with chunks of prompts, or a wait until KV blocks of
+    another worker are copied."""
 
     start: float
     num_steps: int = 0

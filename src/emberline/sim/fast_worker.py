@@ -243,7 +243,7 @@ class FastWorker:
         return state
 
     def _start_loaded_jobs(self, now: float) -> bool:
-        """Continue the jobs whose KV blocks have been copied, and return whether there are outputs."""
+        """Continue the jobs whose KV blocks have been copied, and return whether a job has new output tokens."""
         ready = [state for state in self._loading if state.ready_at is not None and state.ready_at <= now]
         for state in ready:
             self._loading.remove(state)
@@ -301,7 +301,9 @@ class FastWorker:
         self._end_job(state, now)
 
     def _end_job(self, state: FastJob, now: float) -> None:
-        """Release the KV cache of a job. Its prompt and its output, except the last token, stay cached."""
+        """Release the KV cache of a job. The computed part of its prompt stays cached until it is evicted.
+
+        The output, except its last token, stays cached too if the job has generated the whole reply."""
         assert state.joined_step is not None
         num_output = state.num_before + self._num_steps - state.joined_step
         is_whole_reply = not state.is_removed and not state.job.prefill_only

@@ -23,7 +23,7 @@ class WorkerJob:
 
     @property
     def num_left(self) -> int:
-        """Output tokens that this worker generates."""
+        """The number of output tokens that this worker generates for the whole job."""
         return 1 if self.prefill_only else self.request.reply.num_tokens - self.num_resumed
 
 

@@ -47,7 +47,8 @@ def count_overlapped_tokens(
     """Return how many tokens of a prompt are copied while the prompt is being computed.
 
     Cached blocks are sent at once, and the blocks of each chunk when the chunk has been computed. So the last chunk is
-    sent after the computation, and so is what exceeds the bytes that the link carries in `prefill_s`."""
+    sent after the computation. The same is true of the blocks that the link cannot carry within `prefill_s`, the
+    seconds of the computation."""
     computed = num_prompt - num_cached
     last_chunk = (computed - 1) % chunk + 1
     return min(num_prompt - last_chunk, int(prefill_s * link.bytes_per_second / kv_bytes_per_token))

@@ -29,7 +29,10 @@ class MinuteLog:
         cluster.call_every(MINUTE_S, lambda: self._start_minute(cluster))
 
     def find_missed(self, seconds: float) -> list[int]:
-        """Return the minutes in which more than a tenth of the requests, or of the tokens, were later than the SLO."""
+        """Return the minutes, within the first `seconds` of the run, in which latencies exceeded the SLO.
+
+        These are the minutes in which the 90th percentile of the time to first token, or of the time between tokens, is
+        above its target. Minutes are numbered from 0."""
         missed = []
         for minute in range(round(seconds / MINUTE_S)):
             ttft, itl = self.ttft.get(minute), self.itl.get(minute)

@@ -77,7 +77,9 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class SimResult:
-    """The measurements of one simulated run. Requests that were refused or failed count in no latency."""
+    """The measurements of one simulated run.
+
+    Latencies cover the tokens that clients received, even if the request failed later."""
 
     requests: int = 0  # answered
     refused: int = 0  # all workers were full

@@ -19,7 +19,7 @@ def hash_token(request_id: str, position: int) -> int:
 
 
 class SimRunner:
-    """Simulates a device that computes one step at a time. The sampled tokens are those of a TokenSource."""
+    """Simulates a device that computes one step at a time. `token_at` determines the sampled tokens."""
 
     layout = "sim"
     vocab_size = VOCAB_SIZE

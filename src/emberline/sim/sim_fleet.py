@@ -17,7 +17,7 @@ from emberline.sim.result import Distribution, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class SimStart:
-    """When a worker that is being started becomes ready, or ends before that."""
+    """The seconds from a worker's start until it becomes ready, or ends without becoming ready."""
 
     ready_after_s: float  # infinite: it never becomes ready
     ends_after_s: float | None = None  # seconds until its process ends, if it is not ready then; None: it does not
@@ -25,7 +25,7 @@ class SimStart:
 
 @dataclass(slots=True)
 class ScalingTrace:
-    """What happened during a run, for reports."""
+    """The workers that the autoscaler has added and removed during a run, for reports."""
 
     changes: list[tuple[float, str, int]] = field(default_factory=list)  # time, role, added workers (negative: removed)
 
@@ -43,7 +43,7 @@ class SimFleet:
     """The WorkerFleet of a simulated cluster. All workers of the cluster belong to it."""
 
     def __init__(self, cluster: SimCluster, choose_start: Callable[[], SimStart], trace: ScalingTrace) -> None:
-        """`choose_start` returns when a new worker becomes ready or ends. It is called once for each."""
+        """`choose_start` determines, for each new worker, after how long the worker becomes ready or ends."""
         self._cluster = cluster
         self._choose_start = choose_start
         self._trace = trace

@@ -1,4 +1,4 @@
-"""SimWorkerStatus: a worker of a simulated cluster, with its state and its run."""
+"""SimWorkerStatus: a worker of a simulated cluster, its state, and the run that it computes now."""
 
 from __future__ import annotations
 

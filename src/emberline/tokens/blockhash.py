@@ -36,20 +36,25 @@ def group_block_hash(digest: bytes, group: int) -> bytes:
 
 
 def state_page_hash(digest: bytes, page: int) -> bytes:
-    """Return the hash of one page of a snapshot: the recurrent states after the block `digest` (kv/state_pages.py)."""
+    """Return the hash of one page of the snapshot of recurrent states after the block `digest`.
+
+    Pages are defined in kv/state_pages.py."""
     return blake2b(page.to_bytes(4, "little"), key=digest, digest_size=DIGEST_BYTES, person=b"state-page").digest()
 
 
 def mark_without_states(parent: bytes) -> bytes:
-    """Return what KV events list as the parent of a block after which a worker lacks the recurrent states.
+    """Return the parent's hash with a mark, which KV events list for a block without recurrent states.
 
-    Requests cannot start after such a block, but after an earlier block with states."""
+    The worker holds the block, but not the recurrent states after it. A request therefore cannot reuse the cache up to
+    this block, but only up to an earlier block with states."""
     return parent + NO_STATES
 
 
 def read_listed_parent(digest: bytes, listed: bytes) -> tuple[bytes, bool]:
-    """Return the parent's hash from a KV event about the block `digest`, and whether the event says that no recurrent
-    states are stored after the block (see `mark_without_states`)."""
+    """Return the hash of a block's parent from a KV event, and whether the block lacks recurrent states.
+
+    `digest`: the hash of the block. `listed`: the parent in the KV event, which may have the mark that
+    `mark_without_states` adds."""
     is_marked = len(listed) in (len(NO_STATES), len(digest) + len(NO_STATES)) and listed.endswith(NO_STATES)
     return (listed.removesuffix(NO_STATES), True) if is_marked else (listed, False)
 

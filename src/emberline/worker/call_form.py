@@ -1,7 +1,7 @@
 """Finds out in which form a chat template takes the tool calls of earlier messages.
 
-Most templates take the arguments as an object. Some append them to a text, so that they must be JSON already. Some
-write the calls only of a message whose content is null, and some leave calls out.
+Most templates take the arguments of a call as an object. Some insert the arguments into a text, so they must be a
+string with JSON. Some render the calls of a message only if the message's content is null. Some render no calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class CallForm:
     content_is_null: bool = False  # of a message with tool calls
 
     def apply(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with their tool calls in this form. Text before calls becomes a message of its own."""
+        """Return the messages with their tool calls in this form.
+
+        If the form needs a null content, the text of a message with calls becomes a message of its own before it.
+        """
         fitted: list[Message] = []
         for message in messages:
             calls = message.get("tool_calls")
@@ -60,10 +63,11 @@ _FORMS = tuple(CallForm(is_text, is_null) for is_text in (False, True) for is_nu
 
 
 def find_call_form(render: Callable[[list[Message]], str]) -> CallForm | None:
-    """Return the form in which the template writes a tool call completely.
+    """Return the first form with which the template renders a test call completely, as plain JSON.
 
-    If no form works, return None if the template leaves the call out in some form, and the default form otherwise.
-    `render` renders messages with the template, and raises EmberlineError if the template fails.
+    If there is none, return None if the template renders the messages of some form without the call's arguments.
+    Otherwise return the default form. `render` renders messages with the template, and raises EmberlineError if the
+    template fails.
     """
     leaves_out = False
     for form in _FORMS:

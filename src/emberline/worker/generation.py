@@ -100,7 +100,7 @@ class Generation:
             metrics.record_request(len(prompt.token_ids), self._params.n, self._params.max_tokens)
 
     def _describe_last_block(self) -> str:
-        """Return the last full KV block of the first prompt: its hash and its number, separated by a space."""
+        """Return "HASH COUNT": the hash of the first prompt's last full KV block, and the block's number."""
         info = self._engine.model_info[self._model]
         root = root_hash(info.layout, self._common.cache_salt)
         end = hash_last_full_block(root, self._prompts[0].token_ids, info.block_size)
@@ -132,9 +132,9 @@ class Generation:
     async def prefill(self) -> AsyncGenerator[Output, None]:
         """Compute the KV blocks of the prompt and of resumed tokens, for a different worker.
 
-        Yield the outputs of the engine: the next token, and the ticket with which that worker reads the KV blocks. With
-        a reasoning budget only the blocks of the prompt are computed, as the resumed tokens may come from two engine
-        requests.
+        Yield the outputs of the engine: the next token, and the ticket with which that worker reads the KV blocks. If
+        the request has a reasoning budget, only the blocks of the prompt are computed, not those of resumed tokens: a
+        reply with a budget may consist of the outputs of two engine requests.
         """
         prompt = self._prompts[0]
         resumed = self._resumed.tokens_of([0]) if prompt.budget is None else ()

@@ -112,10 +112,10 @@ async def serve(
 
 
 def _prepare_worker(config: ServerConfig, listener: socket.socket) -> ServerConfig:
-    """Return the settings, with this worker's URL if this server is a worker.
+    """Return the settings with the worker's URL added; unchanged if this server is not a worker.
 
-    From now on, a worker's listener closes connections of unreachable routers. Raises InvalidRequest if routers could
-    not reach the worker."""
+    For a worker, also let the listener close connections whose other end acknowledges no data for ROUTER_TIMEOUT_S.
+    Raises InvalidRequest if routers could not reach the worker, or would reject its name or address."""
     if config.worker is None:
         return config
     port = listener.getsockname()[1]
@@ -246,7 +246,9 @@ def _worker_url(worker: WorkerConfig, host: str, port: int, scheme: str = "http"
 
 
 def _worker_name(worker: WorkerConfig | None, port: int) -> str:
-    """Return the worker's name: --worker-name, or its address, since cloned machines may have equal hostnames."""
+    """Return --worker-name, else host and port of the worker's URL, else the hostname and port.
+
+    The URL comes before the hostname because cloned machines may have equal hostnames."""
     if worker is None:
         return f"{socket.gethostname()}:{port}"
     return worker.worker_name or (

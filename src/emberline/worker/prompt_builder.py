@@ -47,7 +47,10 @@ class PromptBuilder:
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
 
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
-        """Return the prompt's text as `render` does. A long prompt is rendered in a thread, off the event loop."""
+        """Call `render` and return the prompt's text. A long prompt is rendered in a thread.
+
+        Raises ContextLengthExceeded if there are more messages than the model's context has tokens.
+        """
         if len(call.messages) > self.max_context:
             raise ContextLengthExceeded(
                 f"messages has {len(call.messages)} items, but the model's context has only {self.max_context} tokens",

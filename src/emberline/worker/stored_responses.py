@@ -52,8 +52,8 @@ class StoredResponses:
     async def expand_request(self, body: bytes, tenant: str) -> tuple[bytes, ResponseSaver | None]:
         """Return the body with the earlier conversation put before its input, and a ResponseSaver.
 
-        Return None instead of a ResponseSaver if the response is not to be stored. Raises NotFound if
-        previous_response_id is unknown, and InvalidRequest if this server stores no responses.
+        Return None instead of a ResponseSaver if the response is not to be stored. A request with previous_response_id
+        raises NotFound if that id is unknown, and InvalidRequest if this server stores no responses.
         """
         fields = await offload.run_inline_if_small(len(body), read_storage_fields, body)
         if fields is None:

@@ -88,9 +88,9 @@ class WorkerReporter:
         )
 
     def update_peers(self, peers: dict[str, list[dict[str, Any]]]) -> None:
-        """Tell the engine which peers are new and which are gone.
+        """Pass the list of current peers to the engine, for each model whose list has changed.
 
-        `peers` lists the current peers by model, as the router sent them."""
+        `peers`: the lists by model, as the router sent them."""
         if self._peers is None:
             self._awaited_peers = {str(peer.get("incarnation")) for listed in peers.values() for peer in listed}
             self._pairing_deadline = self._engine.now() + PAIRING_TIMEOUT_S

@@ -28,7 +28,7 @@ class ExpectedModels:
             del self._expiry[next(iter(self._expiry))]
 
     def record_registration(self, models: Iterable[ModelRegistration]) -> None:
-        """Remember the properties of announced models, for lists of models while they have no worker."""
+        """Store the properties of announced models, for `list_announced` while they have no worker."""
         self._registrations |= {model.name: model for model in models if model.name in self._expiry}
 
     def list_announced(self, now: float) -> dict[str, ModelRegistration]:

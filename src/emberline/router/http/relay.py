@@ -177,8 +177,9 @@ class Relay(ReplyRelay):
     def _choose_next_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
         """Return the next worker to try.
 
-        Return None if no worker is available or the limit of attempts is reached. Raises the error to send to the
-        client if no worker could ever serve the request, for example if its model is unknown."""
+        Return None if no worker is available or the limit of attempts is reached. If no attempt has failed before,
+        raise any error of `choose_worker` other than EngineUnavailable, for example because the model is unknown or all
+        workers are full."""
         try:
             if routed.may_try_another_worker:
                 excluded = routed.tried_worker_ids

@@ -71,7 +71,7 @@ class RemotePrefill:
         self._dependent_attempt = attempt
 
     async def wait_for_ticket(self, timeout_s: float) -> PrefillRefusal | None:
-        """Wait until the ticket arrives, the prefill fails or `timeout_s` has passed.
+        """Wait until the ticket arrives or the prefill fails. Cancel the prefill after `timeout_s`.
 
         Return the prefill worker's error reply if it rejected the request as invalid, else None."""
         try:

@@ -158,7 +158,7 @@ class RouterApp:
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
         """Relay a request that reads or deletes a stored response to any worker.
 
-        All workers share one response store."""
+        Any worker can answer: the workers of a router share one response store, or store no responses."""
         await exchange.read_body(0)
         await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 

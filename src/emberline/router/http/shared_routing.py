@@ -1,6 +1,7 @@
 """SharedRouting: builds this router's reports for other routers, and records their reports.
 
-Workers carry the reports (`cluster/registrar_group.py`). Nothing is reported about a worker with only one router."""
+Routers do not call each other. A router sends its report about a worker to this worker, which passes the report on to
+its other routers (`cluster/registrar_group.py`). No report is built about a worker that has only one router."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class SharedRouting:
             unreported.append(prefixes[-1])
 
     def record_reports(self, worker: Worker, heartbeat: Heartbeat) -> None:
-        """Record the load and the prompts that the other routers of a worker have sent to it."""
+        """Record the load and the prompts that other routers report in a worker's heartbeat."""
         if heartbeat.routers > 1:
             self._unreported_prompts.setdefault(worker.id, deque(maxlen=MAX_UNREPORTED_PROMPTS))
         reports = [report for report in heartbeat.reports if report.router != self.router_id]

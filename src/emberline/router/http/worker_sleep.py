@@ -27,11 +27,11 @@ class WorkerSleep:
         )
 
     async def set_asleep(self, name: str, on: bool) -> None:
-        """Tell a worker to sleep if it has no requests, or to wake. Its heartbeats show when that is done.
+        """Tell a worker to sleep (`on`), which it does only without open requests, or to wake.
 
-        Returns when the worker sleeps, or after MAX_SLEEP_WAIT_S: it may have got a request, or still copy its weights.
-        Raises NotFound for an unknown name, InvalidRequest if the worker cannot sleep, and EngineUnavailable if it does
-        not answer."""
+        With `on`, wait until a heartbeat shows that the worker sleeps, but at most MAX_SLEEP_WAIT_S: a new request may
+        keep the worker awake, or it may still be copying its weights. Raises NotFound for an unknown name,
+        InvalidRequest if the worker cannot sleep, and EngineUnavailable if it does not answer."""
         worker = self._dispatcher.workers.get(name)
         if worker is None:
             raise NotFound(f"no worker is named {name[:200]!r}", hint="GET /cluster/status lists the workers")

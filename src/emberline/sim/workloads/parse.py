@@ -38,7 +38,9 @@ def parse_workload(text: str) -> Workload:
 
 
 def _parse_settings(text: str, allowed: Mapping[str, float]) -> Settings:
-    """Return the settings in a text such as a=1,b=2. A setting that is not in the text has its value in `allowed`."""
+    """Return all settings, with values from a text such as a=1,b=2 or else the defaults in `allowed`.
+
+    Raises InvalidRequest for an unknown or repeated setting, or a value that is not valid."""
     settings, given = dict(allowed), set[str]()
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")

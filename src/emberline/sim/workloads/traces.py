@@ -183,9 +183,9 @@ def _read_gateway_row(row: TraceRow) -> TraceRequest | None:
 
 
 def _link_sessions(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
-    """Yield the requests, so that the prompts of a session continue one another. `requests`: in the order of time.
+    """Yield the requests, with prompts that begin with the previous prompt and reply of the same session.
 
-    A prompt begins with the session's previous prompt and reply, unless it is too short to contain both."""
+    A prompt that is too short to contain both stays unchanged. `requests`: in the order of time."""
     last_segments: dict[str, tuple[PromptSegment, ...]] = {}
     for number, request in enumerate(requests):
         if request.session:
