@@ -28,9 +28,9 @@ CallEvent = CallStart | str  # a string is a part of the arguments, which are a 
 class CallReader:
     """Reads the characters after the marker that opens a tool call, or a group of calls.
 
-    The arguments in the events of a call, joined, are always a prefix of a JSON object. Characters are unaccepted until
-    an event or the end of a call makes them part of the call. If the text turns out not to be a call, the unaccepted
-    characters become text again.
+    `read` returns the events of the calls. The arguments in the events of one call, joined, are always the beginning of
+    a JSON object. A character that was read is "unaccepted" until it is certain that it belongs to a call. If the text
+    turns out not to be a call, the unaccepted characters are treated as text of the answer.
     """
 
     def __init__(self, state: Callable[[str], None]) -> None:
@@ -110,7 +110,10 @@ class CallReader:
         self.status = ParseStatus.INVALID
 
     def _expect_one_of(self, char: str, markers: Mapping[str, Callable[[], None]]) -> None:
-        """Read one of the markers, with white space before it, and then call its function."""
+        """Add `char` to the marker that is being read. When the marker is complete, call its function.
+
+        White space before the marker is skipped. The call is rejected if no marker begins with the characters read.
+        """
         if not self._word and char in WHITESPACE:
             return
         self._word += char

@@ -222,9 +222,9 @@ def rollup_rows(cells: Mapping[CellKey, Sequence[int]], with_histograms: bool) -
 
 
 def select_next_account(placeholder_prefix: str, table: str) -> str:
-    """Return the query for the next account, in alphabetical order, that has cells of a unit.
+    """Return the query for the next account, in alphabetical order, that has rollup cells of a time unit.
 
-    Parameters: unit, previous account.
+    Parameters: unit (minute, hour or day), previous account.
     """
     return f"SELECT MIN(account) FROM {table} WHERE unit = {placeholder_prefix}1 AND account > {placeholder_prefix}2"
 

@@ -63,7 +63,10 @@ class StreamMeter:
         return len(data) + self._splitter.partial_event_size >= HUGE_INPUT_BYTES
 
     async def push_offloaded(self, data: bytes) -> bytes:
-        """Do what `push` does, but decode large events in a child process."""
+        """Add `data` and return the events that are now complete. Decode large events in a child process.
+
+        Events are dropped in the same cases as in `push`.
+        """
         events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
@@ -119,9 +122,9 @@ class StreamMeter:
     def usage(self, body: bytes, input_tokens: int | None = None) -> tuple[Usage | None, bool]:
         """Return the reply's usage, and whether it is an estimate.
 
-        If the stream is incomplete or reported no usage, the output is estimated from the number of characters in the
-        stream, and an unreported input from `input_tokens` or the request's `body`. In an unknown wire format nothing
-        is estimated.
+        If the stream is incomplete or reported no usage, the output tokens are estimated from the number of characters
+        in the stream. If the provider reported no input tokens, `input_tokens` is used, or else an estimate from the
+        request's `body`. In an unknown wire format nothing is estimated.
         """
         reported = self.state.usage(self._dialect)
         if self._dialect == "raw" or (reported is not None and self.state.has_ended):
