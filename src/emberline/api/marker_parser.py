@@ -183,7 +183,7 @@ class MarkerParser(OutputParser):
             self._state = self._parse_after_begin
 
     def _parse_after_begin(self) -> bool:
-        """Skip white space after the opening marker of a call, and choose the reader by the next character."""
+        """Skip white space after a call's opening marker. The next character decides how the call is read."""
         self._head += self._skip_chars(WHITESPACE)
         if len(self._head) > MAX_HEAD_CHARS:
             self._reject_call("")

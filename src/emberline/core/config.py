@@ -54,7 +54,7 @@ def otlp_headers() -> dict[str, str]:
 
 
 def core_count() -> int:
-    """Return how many cores this process may use; a container may limit them."""
+    """Return how many cores the process's CPU affinity allows. CPU quotas of containers are not counted."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

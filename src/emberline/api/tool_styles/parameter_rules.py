@@ -13,7 +13,7 @@ _UNSUPPORTED = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "de
 
 
 class ParameterRules(Protocol):
-    """The syntax of parameters and of their values in one style. All methods return grammar expressions."""
+    """Writes grammar expressions for the parameters of tool calls in one model family's format."""
 
     @property
     def separator(self) -> str:

@@ -31,7 +31,7 @@ class StreamMeter:
     """Reads usage, errors and the end of one stream of server-sent events while its bytes are passed on."""
 
     def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
-        """`hide_usage` drops the usage event from the stream: only the gateway asked for it, not the client."""
+        """Create a meter. `hide_usage`: drop the usage event, because only the gateway requested it."""
         self.state = StreamState()
         self.broken: UpstreamBroken | None = None  # set by a malformed event; later events are ignored
         self.data_events = 0  # number of events with data; comments only keep the connection alive
