@@ -373,7 +373,9 @@ class ServerConfig(InferenceServiceConfig):
 
 
 def _check_worker_tls(config: ServerConfig) -> None:
-    """Raise InvalidRequest if a worker would use TLS for only a part of its cluster's traffic."""
+    """Raise InvalidRequest if a worker would use TLS for only a part of its cluster's traffic.
+
+    The same error is raised for a server that is no worker and has settings for TLS between cluster processes."""
     if config.worker is None:
         if config.tls_names or config.tls_client_certs != "all":
             name = "tls_names" if config.tls_names else "tls_client_certs"

@@ -47,7 +47,7 @@ class CallReader:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the unaccepted text only closes a call; such text is dropped at the end of the output."""
+        """Whether the unaccepted characters only close a call. They are dropped if the output ends."""
         return False
 
     @property
@@ -57,7 +57,10 @@ class CallReader:
 
     @property
     def is_in_head(self) -> bool:
-        """Whether the call has not begun yet. Text before the beginning of a call is limited by `MAX_HEAD_CHARS`."""
+        """Whether it is not certain yet that the characters being read belong to a call.
+
+        If there are more than MAX_HEAD_CHARS such characters, the text is rejected as a call.
+        """
         return not self.has_calls
 
     def read(self, text: str, at: int) -> tuple[list[CallEvent], int]:
