@@ -2,10 +2,10 @@
 
     store: IgnoredField = None                                  accepts any value; a reply header lists the field
     length_penalty: Annotated[Any, accepts_only(1.0)] = None    accepts only values that ask for the default behaviour
-    web_search_options: None = None                             known and not supported: accepts only null (`parse`)
+    web_search_options: None = None                             not supported: accepts only null
 
-Fields of all other types have an effect. Null is accepted for every optional field (`remove_nulls`). A field that the
-request's struct does not declare is rejected, with its name in the error.
+Fields of all other types have an effect. Null is accepted for every optional field. A field that the request's struct
+does not declare is rejected unless it is null; the error names the field.
 """
 
 from __future__ import annotations

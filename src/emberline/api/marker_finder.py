@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 class MarkerFinder:
     def __init__(self, markers: Sequence[str]) -> None:
-        """Of two markers that begin at the same place, the longer one is found."""
+        """Create a finder. If two of the markers begin at the same position, it finds the longer one."""
         self._markers = sorted((marker for marker in markers if marker), key=len, reverse=True)
         self._first_chars = frozenset(marker[0] for marker in self._markers)
         self._pattern = re.compile("|".join(map(re.escape, self._markers)) or r"(?!)")

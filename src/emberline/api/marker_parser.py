@@ -160,7 +160,10 @@ class MarkerParser(OutputParser):
         return True
 
     def _parse_call_boundary(self) -> bool:
-        """Parse the start of the answer or the text after a call: here a call may begin without a marker."""
+        """Parse the start of the answer or the text after a call, where a call may begin without a marker.
+
+        Return False if more text is needed.
+        """
         self._gap += self._skip_chars(self._gap_chars)
         if self._at == len(self._text):
             return False
@@ -186,7 +189,10 @@ class MarkerParser(OutputParser):
             self._state = self._parse_after_begin
 
     def _parse_after_begin(self) -> bool:
-        """Skip white space after the opening marker of a call, and choose the reader by the next character."""
+        """Skip white space after a call's opening marker. The next character decides how the call is read.
+
+        Return False if more text is needed.
+        """
         self._head += self._skip_chars(WHITESPACE)
         if len(self._head) > MAX_HEAD_CHARS:
             self._reject_call("")

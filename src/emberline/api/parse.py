@@ -2,7 +2,7 @@
 
 Every error is an InvalidRequest whose `param` is the JSON path of the field, such as `messages[0].content`. An endpoint
 declares its body as a `WireStruct` and calls `decode(body, TheStruct)`. A known field that is not supported has type
-`None`: null is accepted, and any other value is rejected by the field's name.
+`None`: null is accepted, and any other value is an error that names the field.
 """
 
 from __future__ import annotations

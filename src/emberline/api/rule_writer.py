@@ -16,7 +16,10 @@ MAX_OTHER_PARAMETERS = 16  # of a call: parameters that the tool's schema does n
 
 
 class RuleWriter:
-    """`special_tokens` maps markers that are single tokens to their ids; the grammar matches them by id."""
+    """Collects the rules of one grammar.
+
+    `special_tokens` maps markers that are single tokens to their ids. The grammar matches them by id.
+    """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self.special_tokens = special_tokens
@@ -28,14 +31,14 @@ class RuleWriter:
         return len(self._schemas)
 
     def literal(self, text: str) -> str:
-        """Return a term that matches exactly `text`, or no term if the text is empty."""
+        """Return a term that matches exactly `text`, or "" if the text is empty."""
         return build_literal_term(text, self.special_tokens) if text else ""
 
     def regex(self, pattern: str) -> str:
         return build_regex_term(pattern)
 
     def text(self, pattern: str = ANY_TEXT) -> str:
-        """Return a term that matches text without special tokens."""
+        """Return a term that matches text in the form of the regex `pattern`, without special tokens."""
         return self.add_rule(_name_rule("TEXT", pattern).upper(), build_regex_term(pattern))
 
     def text_until(self, end: str, pattern: str = ANY_TEXT) -> str:

@@ -33,7 +33,8 @@ class BackgroundBatcher(Generic[T]):
     ) -> None:
         """`write_batch` returns how many items of the batch were written. The other items count as dropped.
 
-        A batch is written `delay_s` after its first item, or at once if it has `max_batch_items`.
+        A batch is written `delay_s` after its first item. It is written without this delay if `max_batch_items` items
+        are already queued when the previous batch has been written.
         """
         self._write_batch = write_batch
         self._max_batch_items, self._delay_s = max_batch_items, delay_s

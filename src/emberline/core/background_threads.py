@@ -10,7 +10,7 @@ from collections.abc import Callable
 class BackgroundThreads:
     """Daemon threads, each of which runs one piece of work at a time. Up to `max_idle` of them wait for more work.
 
-    A thread that waits is given work at once; the start of a new one delays the caller by milliseconds."""
+    Idle threads are reused, because starting a new thread delays the caller by milliseconds."""
 
     def __init__(self, name: str, max_idle: int) -> None:
         self._name, self._max_idle = name, max_idle

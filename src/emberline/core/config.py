@@ -54,7 +54,7 @@ def otlp_headers() -> dict[str, str]:
 
 
 def core_count() -> int:
-    """Return how many cores this process may use; a container may limit them."""
+    """Return how many cores the process's CPU affinity allows. CPU quotas of containers are not counted."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -373,7 +373,9 @@ class ServerConfig(InferenceServiceConfig):
 
 
 def _check_worker_tls(config: ServerConfig) -> None:
-    """Raise InvalidRequest if a worker would use TLS for only a part of its cluster's traffic."""
+    """Raise InvalidRequest if a worker would use TLS for only a part of its cluster's traffic.
+
+    The same error is raised for a server that is no worker and has settings for TLS between cluster processes."""
     if config.worker is None:
         if config.tls_names or config.tls_client_certs != "all":
             name = "tls_names" if config.tls_names else "tls_client_certs"

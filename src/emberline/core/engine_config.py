@@ -72,7 +72,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class GPUConfig:
-    """Settings that only an engine on a GPU uses."""
+    """Settings of an engine on a GPU. `weights` also applies to an engine on a CPU."""
 
     weights: str = option(
         "auto",

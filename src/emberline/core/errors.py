@@ -8,8 +8,8 @@
     │   └── UnsupportedMediaType   415     unsupported_media_type    the body's content-type
     ├── Unauthorized               401     invalid_api_key
     │   └── WrongClusterKey        401     invalid_cluster_key
-    ├── RequestForbidden           403     forbidden             for every key
-    │   ├── ClusterCallForbidden   403     cluster_call_forbidden    from a proxy, a web page or another machine
+    ├── RequestForbidden           403     forbidden             no API key allows this request
+    │   ├── ClusterCallForbidden   403     cluster_call_forbidden    via a proxy or web page, or not from a peer
     │   ├── HostNotAllowed         403     host_not_allowed      the Host header names another server
     │   └── OriginNotAllowed       403     origin_not_allowed    from a web page of another site
     ├── NotFound                   404     not_found
@@ -24,7 +24,7 @@
     ├── WorkersCrashed             422     workers_broke         several workers died serving this request: do not retry
     ├── StreamNotResumable         410     stream_not_resumable  no worker has the stream that Last-Event-ID names
     ├── Superseded                 409     superseded            a newer process has taken this worker's name
-    ├── NodeRankTaken              409     node_rank_taken       another process is this node of the engine
+    ├── NodeRankTaken              409     node_rank_taken       another process has this node rank of the engine
     ├── DeadlineExceeded           504     deadline_exceeded
     └── ModelError                 400     model_error           a model cannot be found, loaded or used
         ├── ModelFileError         400     model_file_error      a file is damaged, truncated or malicious

@@ -191,7 +191,7 @@ class ExpertStats:
 
     @staticmethod
     def total(stats_per_engine: Iterable[ExpertStats]) -> ExpertStats | None:
-        """Return the statistics of several engines, with the largest imbalance; None if there are none."""
+        """Return the sums of the counters and the largest imbalance; None if there are no engines."""
         every = list(stats_per_engine)
         if not every:
             return None

@@ -42,10 +42,10 @@ def make_key_environment(keys: Iterable[str]) -> dict[str, str]:
 
 
 def read_cluster_keys(option: str | None = None) -> tuple[str, ...]:
-    """Return the cluster key to send, then others that are accepted too; () if there is no cluster key.
+    """Return the cluster keys: first the one that this process sends, then others that it accepts.
 
-    `option`: the only key, if it is not None. Otherwise they are the lines of EMBERLINE_CLUSTER_KEY. Raises
-    InvalidRequest if no request could carry one of them."""
+    Return () if no key is set. `option`, if it is not empty, is the only key. Otherwise the keys are the lines of
+    EMBERLINE_CLUSTER_KEY. Raises InvalidRequest if a key is not usable in an HTTP header."""
     if option:
         return (check_key(option, "cluster_key"),)
     return tuple(check_key(key, CLUSTER_KEY_VARIABLE) for key in dict.fromkeys(_read_lines(CLUSTER_KEY_VARIABLE)))

@@ -178,12 +178,12 @@ class ParallelConfig:
 
     @property
     def exchanging_ranks(self) -> int:
-        """The number of ranks that exchange the token rows of each step, with data-parallel attention; otherwise 1."""
+        """The number of ranks that exchange token rows in a step: `tp` with data-parallel attention, else 1."""
         return self.tp if self.dp_attention else 1
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """The number of layers of each stage; empty: not set."""
+        """The number of layers of each pipeline stage; () if `pp_layers` is not set."""
         return () if self.pp_layers is None else tuple(map(int, self.pp_layers.split(",")))
 
     def _check_stages(self, pp_layers: str) -> None:

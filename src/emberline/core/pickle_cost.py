@@ -15,7 +15,7 @@ MAX_PICKLE_COST = 1_000_000  # unpickled in about 50 ms
 
 
 def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, description: str = "the request") -> None:
-    """Raise WorkTooLarge if the value's cost is above `max_cost`."""
+    """Raise WorkTooLarge if the estimated cost of unpickling the value is above `max_cost`."""
     if estimate_pickle_cost(value, max_cost) > max_cost:
         raise WorkTooLarge(
             f"{description} contains more than {max_cost} values, which is the limit", hint="send a smaller request"
@@ -23,7 +23,9 @@ def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, description: 
 
 
 def estimate_pickle_cost(value: Any, max_cost: int) -> int:
-    """Return the estimated cost of unpickling the value; counting stops once the cost is above `max_cost`."""
+    """Return the estimated cost of unpickling the value. The unit is the cost of one number or string.
+
+    Counting stops once the cost is above `max_cost`."""
     cost, left = 0, [value]
     while left and cost <= max_cost:
         each = left.pop()

@@ -16,7 +16,7 @@ HINT = "write --router http://HOST:PORT, once for each router"
 def parse_router_urls(texts: Iterable[str]) -> tuple[str, ...]:
     """Return the URLs in `texts`, each of which may hold several, separated by commas.
 
-    Raises InvalidRequest for a text without a URL, a URL that is not one of a router, and a router named twice."""
+    Raises InvalidRequest for an empty URL, a URL that is not valid for a router, and a router that is named twice."""
     urls: list[str] = []
     seen: set[str] = set()
     for text in texts:
@@ -31,9 +31,10 @@ def parse_router_urls(texts: Iterable[str]) -> tuple[str, ...]:
 def normalise_router_url(url: str) -> str:
     """Return one URL for all spellings of a router's URL, so that two commands can tell that they mean the same router.
 
-    Case, a default port, a slash at the end and the spelling of an IP address make no difference. Nor do the names of
-    this machine's loopback interface: localhost, 127.0.0.1, [::1] and 0.0.0.0. Other names are not resolved. Raises
-    InvalidRequest for a URL that is not one of a router."""
+    The case of the host, a default port, a slash at the end and the spelling of an IP address make no difference. The
+    names of this machine's loopback interface, localhost, 127.0.0.1, [::1] and 0.0.0.0, count as one name. Other names
+    are not resolved. Raises InvalidRequest if the URL is not http or https, has no host, or has a user name or
+    password."""
     if "@" in url:  # logs and metrics would show the password
         message = "a router's URL has a user name or password, which routers do not use"
         raise InvalidRequest(message, param="router", hint="set EMBERLINE_CLUSTER_KEY to the router's key")

@@ -19,7 +19,9 @@ class LatencyTargets:
 
     @staticmethod
     def parse(text: str, param: str = "slo") -> LatencyTargets:
-        """Parse both targets. Numbers are seconds, or have the unit s or ms. Raises InvalidRequest."""
+        """Parse text such as ttft_p90=0.5,itl_p90=50ms. Numbers without a unit are seconds.
+
+        Raises InvalidRequest if a target is missing, unknown, given twice or not a valid duration."""
         found: dict[str, float] = {}
         limits = {"ttft_p90": MAX_TTFT_S, "itl_p90": MAX_ITL_S}
         for word in filter(None, (each.strip() for each in text.split(","))):

@@ -1,9 +1,9 @@
 """StepCostTable: how long a step takes on one kind of hardware, interpolated from measured steps.
 
 A step's time is that of its tokens (weights are read once and multiplied with every token), plus reading the keys and
-values of each decoding request, plus the attention of prompt tokens. The first part is interpolated between measured
-steps; the other two are proportional. The simulator uses tables in place of GPUs, and workers on a CPU can be slowed
-down to a table."""
+values of each decoding request, plus the attention of prompt tokens, plus the sampling of each decoding request. The
+first part is interpolated between measured steps; the other parts are proportional. The simulator uses tables in place
+of GPUs. A worker on a CPU can delay its steps to the times in a table, to imitate the table's hardware."""
 
 from __future__ import annotations
 
@@ -148,10 +148,11 @@ class StepCostTable:
     def step_seconds(
         self, decode_rows: int, decode_context: float, prompt_tokens: int = 0, prompt_pairs: float = 0
     ) -> float:
-        """Return the seconds of a step with `decode_rows` decoding requests and chunks of prompts.
+        """Return the seconds of a step with decoding requests and chunks of prompts.
 
-        `decode_context`: tokens of context, summed over these requests. `prompt_pairs`: the sum of
-        `count_prompt_pairs` over the chunks."""
+        `decode_rows`: the number of decoding requests. `decode_context`: the sum of their context lengths, in tokens.
+        `prompt_tokens`: the number of tokens in the chunks. `prompt_pairs`: the sum of `count_prompt_pairs` over the
+        chunks."""
         if not (tokens := decode_rows + prompt_tokens):
             return 0.0
         attention = self.context_seconds * decode_context + self.pair_seconds * prompt_pairs
@@ -159,7 +160,9 @@ class StepCostTable:
 
 
 def sum_work(work: Iterable[WorkItem]) -> tuple[int, int, int, int]:
-    """Return the sums over work items that `step_seconds` needs, in the order of its parameters."""
+    """Return the arguments of `step_seconds`: decode rows, decode context, prompt tokens, prompt pairs.
+
+    A drafted token of a decoding request counts as a further decode row."""
     rows = context = prompt = pairs = 0
     for item in work:
         count = len(item.tokens)

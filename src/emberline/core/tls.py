@@ -72,11 +72,12 @@ class TLSIdentity:
     def listener_context(self) -> ssl.SSLContext:
         """Return the context of an HTTP listener.
 
-        With a CA, clients must present a certificate. If `client_certs` is "cluster", it is optional here."""
+        If a CA is set, clients must present a certificate. But if `client_certs` is "cluster", clients may also connect
+        without one."""
         return _CurrentContext.make(lambda: self._current().for_clients, is_server=True)
 
     def peer_listener_context(self) -> ssl.SSLContext:
-        """Return the context of a listener whose clients must all be cluster peers."""
+        """Return the context of a listener for cluster peers, which need a certificate if a CA is set."""
         return _CurrentContext.make(lambda: self._current().for_peers, is_server=True)
 
     def peer_client_context(self) -> ssl.SSLContext:
@@ -84,9 +85,10 @@ class TLSIdentity:
         return _CurrentContext.make(lambda: self._current().to_peers, is_server=False)
 
     def check_accepts_itself(self) -> None:
-        """Raise InvalidRequest unless the process's own certificate meets the conditions for peers, on both sides.
+        """Raise InvalidRequest unless this process would accept its own certificate from a peer.
 
-        Peers of a cluster have the same CAs and names, so they would refuse this process too."""
+        The certificate must be acceptable from a server and from a client. Peers of a cluster have the same CAs and
+        names, so they would refuse the certificate too."""
         server, client = _make_context(self.config, is_server=True), _make_context(self.config, is_server=False)
         server.verify_mode, client.check_hostname = ssl.CERT_REQUIRED, False
         client.peer_names = self.config.peer_names

@@ -28,7 +28,8 @@ class TLSConfig:
     ) -> TLSConfig | None:
         """Return the settings for --tls-cert and the related options; None if none of them is set.
 
-        `prefix`: the start of the options' names. Raises InvalidRequest if an option lacks another that it needs."""
+        `prefix`: the start of the options' names. Raises InvalidRequest if an option is set without another option that
+        it needs, or if `client_certs` is unknown."""
         flag = f"--{prefix.replace('_', '-')}"
         if (cert is None) != (key is None):
             missing = "key" if key is None else "cert"

@@ -300,10 +300,11 @@ class Gateway:
         )
 
     def _set_first_step(self, request: GatewayRequest, first_step: RequestStep, *, is_only_step: bool) -> None:
-        """Set the request's destination to its first step.
+        """Set the request's provider, model and endpoint to those of its first step.
 
-        A step with the provider `compat` names the real provider in its model. If it is the only step, the request is
-        treated like a request to the endpoint `compat`, so that it can also name a dynamic route or a pool.
+        A step with the provider `compat` names the real provider in its model (PROVIDER/MODEL). If such a step is the
+        only one, the request is treated like a request to the endpoint `compat`: the model can also be a dynamic route
+        or a pool.
         """
         assert first_step.endpoint is not None and first_step.dialect is not None and first_step.body is not None
         self._set_body_fields(request, first_step.body_fields or read_body_fields(first_step.body))

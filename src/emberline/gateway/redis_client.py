@@ -162,7 +162,11 @@ class RedisClient:
         return self._connection.send_command(command)
 
     async def run_command(self, *command: str | bytes | int) -> Any:
-        """Send a command and return Redis's reply. Raise RedisUnavailable after the timeout."""
+        """Send a command and return Redis's reply.
+
+        Raise RedisUnavailable after the timeout, or at once if there is no connection or the circuit breaker is open.
+        Raise RedisErrorReply if Redis answers with an error.
+        """
         now = self._clock.now()
         if not self._breaker.allows_request(now):
             self.stats.rejected += 1

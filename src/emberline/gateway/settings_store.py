@@ -45,7 +45,8 @@ class SettingsStore:
         """Create the store of settings.
 
         `configured`: the gateways of the configuration file, which the management API cannot change. `engine`: address
-        and key of the engine. `require_keys`: every gateway requires a key, even if its settings do not.
+        and key of the engine. `require_keys`: every gateway in `store` requires a key, even if its settings do not; the
+        settings in `configured` stay as they are.
         """
         self._require_keys = require_keys
         self._configured = configured

@@ -2,8 +2,8 @@
 
 Providers differ in what their counts include. Here `input` includes `cached_read`, `cache_write`, `audio` and `image`;
 `cache_write` includes `cache_write_long` (cached for an hour); `output` includes `reasoning`. `Usage.parse` ensures
-this for the counts of every provider. A count that exceeds the count that includes it is reduced to that count, so that
-no token is billed twice.
+this for the counts of every provider. If a provider reports a part that is larger than its whole, such as more
+`cached_read` than `input`, the part is reduced to the whole, so that no token is billed twice.
 
 A stream may report its usage several times, each time for the whole stream up to that event. `merge_later` therefore
 takes the larger of two counts.

@@ -1,8 +1,8 @@
 """Fields of OpenAI, vLLM, SGLang and llama.cpp that the server accepts and ignores.
 
-`api/fields.py` has the rules. Some fields are hints about cost, speed or storage. Others are settings,
-which are accepted only with their default value: the answer is the same without them. Any other value would
-change the answer and is rejected, with the field's name.
+Some fields are hints about cost, speed or storage: they are accepted with any value. Other fields are settings that
+the server does not implement: they are accepted only with the value that means the default behaviour. Any other value
+would change the answer and is rejected; the error names the field. `api/fields.py` defines the types of these fields.
 """
 
 from __future__ import annotations

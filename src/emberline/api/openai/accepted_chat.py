@@ -1,4 +1,4 @@
-"""More fields that the server accepts and ignores, in requests with messages (see `accepted.py`)."""
+"""Fields that the server accepts and ignores in requests with messages, besides those of accepted.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest
 
 
 class GenerationFields(TypedDict):
-    """The keyword arguments that OpenAIChatCall and OpenAICompletionCall share; see `GenerationCall`."""
+    """The keyword arguments that the constructors of OpenAIChatCall and OpenAICompletionCall both take."""
 
     bad_words: Sequence[str]
     truncate_prompt_tokens: int | None

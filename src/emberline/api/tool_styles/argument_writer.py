@@ -6,7 +6,10 @@ import json
 
 
 class ArgumentWriter:
-    """Writes the JSON around argument values. This text joined with the values is always a prefix of a JSON object."""
+    """Writes the JSON around argument values: the braces, the keys and the commas.
+
+    The text written so far, joined with the values, is always the beginning of a JSON object.
+    """
 
     def __init__(self) -> None:
         self._num_arguments = 0

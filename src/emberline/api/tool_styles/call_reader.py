@@ -28,9 +28,9 @@ CallEvent = CallStart | str  # a string is a part of the arguments, which are a 
 class CallReader:
     """Reads the characters after the marker that opens a tool call, or a group of calls.
 
-    The arguments in the events of a call, joined, are always a prefix of a JSON object. Characters are unaccepted until
-    an event or the end of a call makes them part of the call. If the text turns out not to be a call, the unaccepted
-    characters become text again.
+    `read` returns the events of the calls. The arguments in the events of one call, joined, are always the beginning of
+    a JSON object. A character that was read is "unaccepted" until it is certain that it belongs to a call. If the text
+    turns out not to be a call, the unaccepted characters are treated as text of the answer.
     """
 
     def __init__(self, state: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class CallReader:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the unaccepted text only closes a call; such text is dropped at the end of the output."""
+        """Whether the unaccepted characters only close a call. They are dropped if the output ends."""
         return False
 
     @property
@@ -57,7 +57,10 @@ class CallReader:
 
     @property
     def is_in_head(self) -> bool:
-        """Whether the call has not begun yet. Text before the beginning of a call is limited by `MAX_HEAD_CHARS`."""
+        """Whether it is not certain yet that the characters being read belong to a call.
+
+        If there are more than MAX_HEAD_CHARS such characters, the text is rejected as a call.
+        """
         return not self.has_calls
 
     def read(self, text: str, at: int) -> tuple[list[CallEvent], int]:
@@ -110,7 +113,10 @@ class CallReader:
         self.status = ParseStatus.INVALID
 
     def _expect_one_of(self, char: str, markers: Mapping[str, Callable[[], None]]) -> None:
-        """Read one of the markers, with white space before it, and then call its function."""
+        """Add `char` to the marker that is being read. When the marker is complete, call its function.
+
+        White space before the marker is skipped. The call is rejected if no marker begins with the characters read.
+        """
         if not self._word and char in WHITESPACE:
             return
         self._word += char

@@ -20,7 +20,7 @@ _MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistralStyle(JsonArgumentsStyle):
-    """Reads calls in both forms, also in the form that the chat template does not show."""
+    """Reads calls as a JSON array and as name and arguments, whichever form the chat template uses."""
 
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
         if first_char in "{[":

@@ -13,24 +13,24 @@ _UNSUPPORTED = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "de
 
 
 class ParameterRules(Protocol):
-    """The syntax of parameters and of their values in one style. All methods return grammar expressions."""
+    """Writes grammar expressions for the parameters of tool calls in one model family's format."""
 
     @property
     def separator(self) -> str:
         """The text between two parameters."""
 
     def write_parameter(self, name: str, value: str) -> str:
-        """`value` is an expression for the parameter's value."""
+        """Return an expression for the parameter `name`. `value` is an expression for its value."""
 
     def write_other_parameter(self) -> str:
-        """A parameter that the schema does not list."""
+        """Return an expression for a parameter that the schema does not list."""
 
     def write_string(self, schema: Schema) -> str: ...
 
     def write_literal(self, value: object) -> str: ...
 
     def write_json(self, term: str, schema: Schema) -> str:
-        """A value that is not a string. `term` matches the JSON values of the schema."""
+        """Return an expression for a value other than a string. `term` matches the JSON values of the schema."""
 
     def write_any(self) -> str: ...
 

@@ -35,7 +35,7 @@ class PythonLiteralRules:
     """Adds rules for the values of one tool's parameters to a grammar."""
 
     def __init__(self, rules: RuleWriter, root: ParameterSchema, prefix: str, *, is_strict: bool) -> None:
-        """`prefix`: of the names of the rules. `is_strict`: whether every keyword of a schema must be enforced."""
+        """The names of the new rules begin with `prefix`. `is_strict`: every schema keyword must be enforced."""
         self._rules, self._root, self._prefix = rules, root, prefix
         self._guidance = {"x-guidance": {"lenient": not is_strict}}
         self._names: dict[str, str] = {}  # of rules, by the JSON of their schema

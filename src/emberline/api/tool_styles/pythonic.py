@@ -155,7 +155,11 @@ class PythonicParameterRules:
         return self._rules.literal(format_literal(value))
 
     def write_json(self, term: str, schema: Schema) -> str:
-        """Return `term`, which is JSON, for arrays and objects with keywords that Python literals cannot enforce."""
+        """Return an expression for a value that is not a string.
+
+        For numbers, and for schemas with keywords that the rules of Python literals cannot enforce, return `term`,
+        which matches JSON.
+        """
         if schema["type"] in ("integer", "number") or not self._literals.can_enforce(schema):
             return term
         return self._literals.write_value(schema)

@@ -41,9 +41,10 @@ class ToolStyle(ABC):
 
     @abstractmethod
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
-        """Return a reader for the text after `begin` and white space, or None if it cannot be a call.
+        """Return a reader for the text of a call, or None if the text cannot be a call.
 
-        `begin` is the opening marker, or "" if there is none. `first_char` is the first character that the reader gets.
+        `begin` is the opening marker before the text, or "" if there is none. `first_char` is the first character of
+        the text, after the marker and white space.
         """
 
     @abstractmethod

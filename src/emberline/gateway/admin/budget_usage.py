@@ -113,7 +113,7 @@ def _split_combinations(rule: LimitRule, full_name: str, records: Sequence[LogRe
 
 
 def _record_attributes(record: LogRecord, full_name: str) -> dict[str, str]:
-    """Return the attributes of a log record that rules can split by, named as in limits/claims.py."""
+    """Return the attributes of a log record that rules can split by, under the names that rules use."""
     attributes = {"gateway": full_name, "key": record.key_id, "user": record.user}
     attributes |= {"model": record.model, "provider": record.provider}
     for name, value in record.metadata.items():

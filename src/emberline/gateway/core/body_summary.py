@@ -1,6 +1,6 @@
-"""BodySummary: facts about a large request body that the layers need.
+"""BodySummary: the fields, the estimated tokens and the hash of a large request body.
 
-The summary is computed once, in a child process, so that no layer decodes the large body on the event loop.
+The summary is computed once, in a child process, so that no layer (middleware) decodes the body on the event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def summarize_body(body: bytes) -> BodySummary:
 
 
 def _without_large_values(fields: BodyFields) -> BodyFields:
-    """Return the fields without values of unexpected types.
+    """Return the fields with lists, long strings and large objects replaced by None.
 
     Such values could be too large to copy between processes.
     """

@@ -11,11 +11,11 @@ EmberlineError
 ├── Conflict                409  conflict                the object exists already, or was changed concurrently
 ├── StoreFailed             503  store_failed            the gateway's store failed
 │   └── StoreBusy                                        the store can do nothing now: locked, full, unreachable
-└── UpstreamFailed          502  upstream_failed         a provider failed: the errors of net/errors.py, and
+└── UpstreamFailed          502  upstream_failed         a provider failed; net/errors.py has three more subclasses
     ├── CircuitBreakerOpen  503  upstream_resting        the provider failed too often and is in back-off
     ├── ProviderKeyMissing  401  provider_key_missing    there is no key for the provider
     ├── EngineKeyRefused    502  engine_key_refused      the local engine refused the gateway's key, not the caller's
-    └── ProviderErrorReply  its  upstream_refused        the provider's own error: its status, headers and body
+    └── ProviderErrorReply  any  upstream_refused        the provider's error, with its status, headers and body
 """
 
 from __future__ import annotations

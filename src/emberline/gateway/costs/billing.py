@@ -39,9 +39,9 @@ def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) 
 def compute_charge(request: GatewayRequest, usage: Usage | None, price: Price | None) -> int | None:
     """Return the cost of a request in micro-dollars, or None if it is unknown.
 
-    A cost that the client states (`custom_cost`) replaces the cost computed from `price`. If the gateway has budgets, a
-    lower stated cost counts only for clients with a gateway token: virtual keys are given to third parties, which could
-    otherwise evade their budget.
+    A cost that the client states (`custom_cost`) replaces the cost computed from `price`. There is one exception: if
+    the gateway has budgets and the caller has no gateway token, the higher of the two costs counts. Virtual keys are
+    given to third parties, which could otherwise evade their budget by stating a low cost.
     """
     known = compute_cost(usage, price) if usage is not None else None
     custom = request.options.custom_cost

@@ -141,7 +141,7 @@ def _read_builtin_file(stamp: tuple[int, int]) -> tuple[list[CatalogueModel], di
 
 
 def _read_file(file: Path) -> tuple[list[CatalogueModel], dict[str, str]]:
-    """Return the models of a file, and the parameter `like` of Catalogue for its providers."""
+    """Return a file's models, and {provider: second provider, in which missing models are looked up}."""
     try:
         with file.open("rb") as opened:
             found = tomllib.load(opened, parse_float=Decimal)

@@ -96,7 +96,7 @@ class TargetModel:
 
     @property
     def gpt_efforts(self) -> tuple[Effort, ...] | None:
-        """The effort levels that the GPT model accepts: () without reasoning, None for unknown models."""
+        """The effort levels that the GPT model accepts: () if it does not reason, None for unknown models."""
         if _O_SERIES.search(self.model):
             return ("low", "medium", "high")
         if (match := _GPT_VERSION.search(self.model)) is None:

@@ -1,7 +1,7 @@
 """FakeReply: a reply of numbered words in any dialect (wire format), whole or as a stream of events.
 
-The reported usage fits the text. If the request has tools, the reply calls the first tool. If the request ends with an
-incomplete assistant message, the reply continues with the next word.
+The usage reports one output token for each word. If the request has tools, the reply calls the first tool. If the
+request ends with an incomplete assistant message, the reply continues with the next word.
 """
 
 from __future__ import annotations

@@ -99,7 +99,10 @@ class Inspector:
 
 
 class JoinedTextEnds:
-    """The ends of consecutive texts, joined to one string in which matches that span two texts are found."""
+    """One string in which matches that span several consecutive texts are found.
+
+    It contains short texts in full. Of a long text it contains only the first and the last SEAM_CHARS characters.
+    """
 
     def __init__(self, texts: list[str], separator: str) -> None:
         self._texts = texts

@@ -117,8 +117,9 @@ def _find_card_range(text: str, match: re.Match[str]) -> TextRange | None:
 def _groups_form_one_number(text: str, start: int, end: int) -> bool:
     """Return whether groups of digits belong to one number: all separators between them are the same.
 
-    A line end between groups is also accepted. If the separator is neither a space nor a dash, no other group of four
-    digits may come before or after: the groups could be decimals, or rows in a column of numbers.
+    Line ends between the groups are not compared. If there is a line end, or a separator other than a space or a dash,
+    the groups could be decimals or rows in a column of numbers. They then count as one number only if no other group of
+    four digits comes before or after them.
     """
     between = {each.strip(" ") or " " for each in re.findall(r"\D+", text[start:end])}
     signs = {each for each in between if "\n" not in each and "\r" not in each}

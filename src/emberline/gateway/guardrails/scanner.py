@@ -69,7 +69,10 @@ class PatternScanner:
         return sorted(matches, key=lambda match: (match.start, match.end))
 
     def find_undecided_start(self, text: str, start: int) -> int:
-        """Return the position after which more text could create or remove a match."""
+        """Return the position after which text that is still to come could create or remove a match.
+
+        `start`: the position at which the search for such a position begins.
+        """
         if not self._rules:
             return len(text)
         normalized = NormalizedText(text)

@@ -132,9 +132,9 @@ class TextWindow:
         return moved
 
     def mark_all_releasable(self) -> None:
-        """Mark the whole text as safe to pass on, as far as this window is concerned.
+        """Stop this window from holding back text: a different window scans the same text from now on.
 
-        A different window with the same text still holds back text that may become part of a match.
+        The other window still holds back text that may become part of a match.
         """
         self._decided = sys.maxsize
 

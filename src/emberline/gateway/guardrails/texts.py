@@ -92,7 +92,7 @@ class JsonText(NamedTuple):
 
     @property
     def _choice_depth(self) -> int:
-        """The length of the path down to the choice that contains the text."""
+        """The number of elements of `path` that lead to the text's choice, or 1 if the text is in no choice."""
         return 3 if len(self.path) > 2 and self.path[1] in CHOICE_FIELDS else 1
 
 

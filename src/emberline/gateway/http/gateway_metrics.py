@@ -18,7 +18,7 @@ MAX_MODEL_LABELS = 1000  # different values of the label `model`; all further mo
 
 
 class GatewayMetrics:
-    """Counts requests. Its layer must be the outermost one."""
+    """Counts requests. The method `layer` must be the outermost layer (middleware) of the gateway."""
 
     def __init__(
         self,

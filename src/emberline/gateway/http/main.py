@@ -192,7 +192,8 @@ async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock
 def _require_authentication(config: GatewayConfig, configured: ConfiguredGateways) -> ConfiguredGateways:
     """Return the gateways of the configuration file with authentication enabled.
 
-    Raise InvalidRequest if no API key is configured and the settings of a gateway do not enable authentication.
+    This function is for a listener that other machines can reach. Raise InvalidRequest if no API key is configured and
+    a gateway's own settings leave authentication off.
     """
     if not config.api_keys and not all(settings.authentication for settings in configured.values()):
         raise InvalidRequest(

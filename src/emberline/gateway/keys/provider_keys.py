@@ -1,6 +1,7 @@
 """ProviderKeySelector: selects the provider key that is sent with a request.
 
-That is the caller's own key if the request has one, else the account's stored key, else the key in the configuration.
+If the request names the alias of a stored key, that key is sent. Otherwise the caller's own key is sent if the request
+has one, else the account's stored key with the alias `default`, else the key in the configuration.
 """
 
 from __future__ import annotations

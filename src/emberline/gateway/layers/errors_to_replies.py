@@ -1,6 +1,6 @@
 """The layer that converts exceptions to error replies in the client's dialect (wire format).
 
-Layers outside this one therefore see only replies, no exceptions.
+Layers outside this one therefore see only replies. The only exception that still reaches them is cancellation.
 """
 
 from __future__ import annotations

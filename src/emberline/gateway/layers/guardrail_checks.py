@@ -139,7 +139,10 @@ class GuardedCall:
     def _pass_or_reject_unreadable(
         self, rules: tuple[PatternRule, ...], encoding: str, error: UnreadableBody
     ) -> InspectionResult:
-        """Let an unreadable body pass, with a finding. Raise InvalidRequest if a rule redacts or blocks."""
+        """Let a body that cannot be decompressed pass, and record the finding that it was not checked.
+
+        Raise InvalidRequest instead if one of the rules redacts or blocks.
+        """
         if strict := next((rule.name for rule in rules if rule.action != "flag"), ""):
             raise InvalidRequest(
                 f"guardrail {strict!r} cannot read the body with content-encoding {encoding[:40]!r}: {error}",

@@ -100,9 +100,10 @@ def _estimate_member_cost(call: GatewayRequest, member: PoolMember, estimator: C
 
 
 def _affinity_seed(call: GatewayRequest) -> str:
-    """Return a seed that is equal for all requests of a session.
+    """Return the seed of the random numbers that order the members of a pool.
 
-    Without a session, the seed is equal for equal requests if their replies may be cached.
+    All requests of a session have the same seed. Outside of sessions, equal requests have the same seed if their
+    replies may be cached. Every other request has a seed of its own.
     """
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id

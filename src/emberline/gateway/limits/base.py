@@ -43,7 +43,7 @@ class BucketUsage(msgspec.Struct, frozen=True):
 
 
 class LimiterStats(msgspec.Struct):
-    """Counters about a limiter in Redis, which all replicas share."""
+    """Counters of this process about its reservations and settlements in Redis."""
 
     reserved: int = 0  # reservations made in Redis
     degraded: int = 0  # reservations for which Redis was unavailable or refused
@@ -54,7 +54,7 @@ class LimiterStats(msgspec.Struct):
 class Limiter(Protocol):
     @property
     def stats(self) -> LimiterStats | None:
-        """Counters about a limiter in Redis, or None if only this process counts."""
+        """Counters about reservations in Redis, or None for a limiter that does not use Redis."""
         ...
 
     async def reserve(self, claims: Sequence[Claim], now: float, expires_after_s: float) -> Reservation:

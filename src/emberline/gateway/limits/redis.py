@@ -128,7 +128,7 @@ class RedisLimiter:
     def _on_settlement_reply(
         self, script_arguments: list[str | int], is_resend: bool, reply: asyncio.Future[Any]
     ) -> None:
-        """Handle Redis's reply to a settlement. A settlement that Redis refused is queued once.
+        """Handle Redis's reply to a settlement. Queue a refused settlement, so that it is sent once more.
 
         A full or read-only Redis may accept the settlement later, so it is sent again after the next reservation that
         Redis accepts. A settlement that is refused twice is given up.

@@ -68,7 +68,7 @@ def derive_signing_key(secret: str, day: str, region: str, service: str) -> byte
 
 
 def _canonical_path(path: str) -> str:
-    """Return the normalised path. The signature covers the path URL-encoded once more than the request sends it."""
+    """Return the path that the signature covers: the request's path, normalised and percent-encoded again."""
     tail = "/" if path.endswith(("/", "/.", "/..")) else ""
     plain = posixpath.normpath(path or "/").lstrip("/")
     return quote("/" + plain + (tail if plain else ""), safe="/-_.~")

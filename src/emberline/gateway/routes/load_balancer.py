@@ -1,7 +1,7 @@
 """LoadBalancer: decides in which order the members of a pool are tried.
 
-Time and randomness are parameters, so that tests control them. A failed member is skipped for a back-off that doubles
-up to 30 s, unless every member is in back-off.
+Time and randomness are parameters, so that tests control them. A failed member is tried after all other members during
+a back-off, which doubles with each failure up to 30 s.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class LoadBalancer:
         health.latencies(is_streamed).add(seconds)
 
     def record_failure(self, member_key: MemberKey, status: int, now: float) -> None:
-        """Start or extend the back-off of a member. `status` is 0 if there was no HTTP response."""
+        """Start or extend the back-off of a member, unless the HTTP status shows that the request is invalid.
+
+        `status` is 0 if there was no HTTP response.
+        """
         if status not in REQUEST_FAULT_STATUSES:
             health = self._health_of(member_key)
             health.failures += 1

@@ -95,9 +95,10 @@ class BatchStore:
     async def save_batch(
         self, batch: RunBatch, version: int, now_ms: int, results: tuple[list[Json], int] | None = None
     ) -> None:
-        """Store the batch and, if given, its results.
+        """Replace the stored batch and, if given, its results.
 
-        `version` is the stored version of the batch. `results` has the rows and the stored version of the results.
+        `version`: the version of the batch that is replaced. `results`: the new rows, and the version of the results
+        that are replaced, 0 if none are stored. Raise Conflict if a different version is stored.
         """
         put = [_batch_document(batch, version)]
         if results is not None:

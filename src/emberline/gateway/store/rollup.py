@@ -184,7 +184,7 @@ def _add_larger_units(smallest_cells: dict[CellKey, Sequence[int]]) -> dict[Cell
 
 
 def _record_sums(record: LogRecord) -> tuple[int, ...]:
-    """Return the counts that one record adds, in the order of SUMS."""
+    """Return the counts that one record adds to a rollup cell, in the order of the column names in SUMS."""
     usage = record.usage
     return (
         1,

@@ -222,9 +222,9 @@ def rollup_rows(cells: Mapping[CellKey, Sequence[int]], with_histograms: bool) -
 
 
 def select_next_account(placeholder_prefix: str, table: str) -> str:
-    """Return the query for the next account, in alphabetical order, that has cells of a unit.
+    """Return the query for the next account, in alphabetical order, that has rollup cells of a time unit.
 
-    Parameters: unit, previous account.
+    Parameters: unit (minute, hour or day), previous account.
     """
     return f"SELECT MIN(account) FROM {table} WHERE unit = {placeholder_prefix}1 AND account > {placeholder_prefix}2"
 
@@ -259,7 +259,8 @@ _USER_ORDER = "micros, requests, gateway, value"
 def select_small_users(placeholder_prefix: str, kept_users: int) -> str:
     """Return the query for the users of a day that are not among the `kept_users` with the highest cost.
 
-    It returns at most `kept_users` + 1 users, highest cost first. Parameters: account, start, OTHER_USERS.
+    It returns at most `kept_users` + 1 users, highest cost first. Parameters: account, start of the day, OTHER_USERS
+    (the user name of merged cells, which the query leaves out).
     """
     order = ", ".join(f"{name} DESC" for name in _USER_ORDER.split(", "))
     where = _USERS_OF_DAY.format(placeholder_prefix)
@@ -269,8 +270,9 @@ def select_small_users(placeholder_prefix: str, kept_users: int) -> str:
 def delete_small_users(placeholder_prefix: str, *, skip_locked: bool) -> str:
     """Return the statement that deletes the cells of a user and of all users with a lower cost on a day.
 
-    The statement returns the deleted counts. Parameters: account, start, OTHER_USERS, and the user's micros, requests,
-    gateway and value. `skip_locked`: leave rows that a different replica has locked.
+    The statement returns the gateway and the counts of each deleted cell. Parameters: account, start of the day,
+    OTHER_USERS (the user name of merged cells, which are kept), and the user's micros, requests, gateway and name.
+    `skip_locked`: leave rows that a different replica has locked.
     """
     largest = ", ".join(f"{placeholder_prefix}{i}" for i in range(4, 8))
     where = f"{_USERS_OF_DAY.format(placeholder_prefix)} AND ({_USER_ORDER}) <= ({largest})"

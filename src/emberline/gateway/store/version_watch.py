@@ -1,7 +1,7 @@
 """StoreVersionWatch and StoreCache: cache values from the store until the store changes.
 
 Every change increases the store's version. A cache reads the version at most every `fresh_s` seconds, so a key that is
-revoked on one replica is rejected by all replicas after that time.
+revoked on one replica is rejected by all replicas after that time, unless the store does not answer.
 """
 
 from __future__ import annotations

@@ -62,14 +62,20 @@ def parse_continuable_request(body: bytes, dialect: ChatDialect) -> CanonicalReq
 
 
 def parse_continuable_request_outline(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:
-    """Return the request as `parse_continuable_request` does, but only its dialect, model and reasoning."""
+    """Return only the dialect, model and reasoning of a request whose reply can be continued.
+
+    Return None if no other provider could continue the reply. The result is small, so a child process can return it.
+    """
     if (request := parse_continuable_request(body, dialect)) is None:
         return None
     return CanonicalRequest(request.dialect, request.model, reasoning=request.reasoning)
 
 
 def claude_accepts_prefill(model: str, request: CanonicalRequest) -> bool:
-    """Return whether the model is a Claude before 4.6 without thinking, which supports assistant prefill."""
+    """Return whether the model supports assistant prefill for this request.
+
+    Only Claude models before 4.6 support it, and only if the request sets no reasoning options.
+    """
     claude = TargetModel(model).claude_version
     return claude is not None and claude < (4, 6) and request.reasoning is None
 

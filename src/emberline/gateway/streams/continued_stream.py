@@ -29,7 +29,7 @@ ENDED_BY_GATEWAY = "ended here"  # the broken reply already had its finish reaso
 
 
 class ContinuedStream:
-    """The joined stream that the client receives; it is the body of the gateway's reply `reply`."""
+    """The joined stream that the client receives. It is the body of `reply`, the gateway's reply."""
 
     def __init__(
         self, call: GatewayRequest, dialect: ChatDialect, first_reply: GatewayReply, find_continuation: FindContinuation
@@ -173,7 +173,10 @@ class ContinuedStream:
         self.reply.continued_by = ", ".join(filter(None, (self.reply.continued_by, provider)))
 
     async def _finish_stream(self, outcome: str = "", error: str = "", continued_by: str = "") -> None:
-        """Close the stream. `outcome` and `error`, if given, replace those of the last reply."""
+        """Close the stream. `outcome` and `error`, if given, replace those of the last reply.
+
+        `continued_by`, if given, is added to the reply's field `continued_by`, which is logged.
+        """
         self._is_closed = True
         last, reply = self._current_reply, self.reply
         await last.close()

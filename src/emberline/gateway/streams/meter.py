@@ -31,7 +31,7 @@ class StreamMeter:
     """Reads usage, errors and the end of one stream of server-sent events while its bytes are passed on."""
 
     def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
-        """`hide_usage` drops the usage event from the stream: only the gateway asked for it, not the client."""
+        """Create a meter. `hide_usage`: drop the usage event, because only the gateway requested it."""
         self.state = StreamState()
         self.broken: UpstreamBroken | None = None  # set by a malformed event; later events are ignored
         self.data_events = 0  # number of events with data; comments only keep the connection alive
@@ -63,7 +63,10 @@ class StreamMeter:
         return len(data) + self._splitter.partial_event_size >= HUGE_INPUT_BYTES
 
     async def push_offloaded(self, data: bytes) -> bytes:
-        """Do what `push` does, but decode large events in a child process."""
+        """Add `data` and return the events that are now complete. Decode large events in a child process.
+
+        Events are dropped in the same cases as in `push`.
+        """
         events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
@@ -119,9 +122,9 @@ class StreamMeter:
     def usage(self, body: bytes, input_tokens: int | None = None) -> tuple[Usage | None, bool]:
         """Return the reply's usage, and whether it is an estimate.
 
-        If the stream is incomplete or reported no usage, the output is estimated from the number of characters in the
-        stream, and an unreported input from `input_tokens` or the request's `body`. In an unknown wire format nothing
-        is estimated.
+        If the stream is incomplete or reported no usage, the output tokens are estimated from the number of characters
+        in the stream. If the provider reported no input tokens, `input_tokens` is used, or else an estimate from the
+        request's `body`. In an unknown wire format nothing is estimated.
         """
         reported = self.state.usage(self._dialect)
         if self._dialect == "raw" or (reported is not None and self.state.has_ended):

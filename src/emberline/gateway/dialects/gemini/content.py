@@ -85,7 +85,11 @@ class GeminiContentParser:
 
 
 def _unwrap_response(response: canonical.Json) -> tuple[str, str]:
-    """Return (text, field name) of a response with one text field (output, result or error), else (JSON, "object")."""
+    """Return the text of a tool's response, and the name of the field that contains the text.
+
+    The field must be `output`, `result` or `error`, and the only field. For any other response, return its JSON and
+    "object".
+    """
     if len(response) == 1:
         for name in ("output", "result", "error"):
             if isinstance(response.get(name), str):
