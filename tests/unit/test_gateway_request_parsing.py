@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberline.api.openai.models import ServedModel
 from emberline.core.errors import InvalidRequest, NotFound
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
-from emberline.gateway.core.identity import ANONYMOUS
+from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.core.log_record import parse_created_ms
 from emberline.gateway.core.options import NO_OPTIONS, CustomCost, RequestOptions
 from emberline.gateway.core.paths import RequestTarget, parse_path
@@ -321,6 +323,27 @@ def test_models_are_listed_by_request_names(named: bool, name: str) -> None:
     listed = {model.id for model in asyncio.run(models.list_models(settings, ANONYMOUS, with_provider=named))}
     assert name in listed and resolve_model(name, settings, require_provider=named) == ("openai", "gpt-4o-mini")
     assert named == all("/" in each for each in listed)
+
+
+def test_an_alias_is_listed_if_its_model_may_be_used() -> None:
+    class Nobody:
+        async def get_key(self, account: str, provider: str, alias: str) -> None:
+            return None
+
+    aliases = {"mini": "openai/gpt-4o-mini", "large": "gpt-5", "new": "not-in-the-catalogue", "other": "anthropic/x"}
+    fields = {"default_provider": "openai", "providers": {"openai": {"key": "k"}}, "models": aliases}
+    models = ModelLister(ProviderRegistry(), Nobody(), None, CatalogueFiles())  # type: ignore[arg-type]
+
+    def listed(identity: Identity, **more: object) -> dict[str, ServedModel]:
+        settings = GatewaySettings.parse({**fields, **more})
+        found = asyncio.run(models.list_models(settings, identity))
+        return {model.id: model for model in found if model.id in aliases}
+
+    assert listed(ANONYMOUS).keys() == aliases.keys()
+    assert listed(ANONYMOUS)["mini"].max_context > 0 == listed(ANONYMOUS)["new"].max_context
+    assert listed(replace(ANONYMOUS, allowed_models=("gpt-4o*", "openai/not-*"))).keys() == {"mini", "new"}
+    assert listed(replace(ANONYMOUS, allowed_providers=("anthropic",))).keys() == {"other"}
+    assert listed(ANONYMOUS, allowed_models=["gpt-5"]).keys() == {"large"}
 
 
 def test_a_server_whose_models_cannot_be_listed_is_logged_until_that_changes(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,12 +15,13 @@ import msgspec
 from emberline.api.openai.models import ServedModel
 from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.core.identity import Identity, allows_model
-from emberline.gateway.core.request import DYNAMIC, POOL
+from emberline.gateway.core.request import DYNAMIC, POOL, VIRTUAL_PROVIDERS
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.keys.provider_keys import DEFAULT_ALIAS, ProviderKeySource
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.routes.model_names import resolve_model
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -63,21 +64,25 @@ class ModelLister:
         """
         providers = [slug for slug, each in settings.providers.items() if each.enabled]
         found = await asyncio.gather(*(self._list_provider_models(slug, settings) for slug in providers))
-        models = []
+        models: dict[tuple[str, str], ServedModel] = {}
         for slug, rows in zip(providers, found, strict=True):
             for row in rows:
                 if identity.may_use_model(slug, row.id) and _is_model_allowed(settings, slug, row.id):
                     name = row.id if slug == settings.default_provider and not with_provider else f"{slug}/{row.id}"
-                    models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug, row.kind))
-        names = {model.id: model for model in models}
-        for alias, name in settings.models.items():
-            target = names.get(name)
-            models.append(replace(target, id=alias, owned_by="emberline") if target else ServedModel(alias, 0, 0))
-        models += [ServedModel(name, 0, 0) for name in settings.pools if identity.may_use_model(POOL, name)]
-        routes = [
+                    owner = row.owned_by or slug
+                    models[slug, row.id] = ServedModel(name, row.created, row.max_model_len, owner, row.kind)
+        others = []
+        for alias in settings.models:
+            provider, model = resolve_model(alias, settings)
+            is_allowed = provider in VIRTUAL_PROVIDERS or _is_model_allowed(settings, provider, model)
+            if is_allowed and identity.may_use_model(provider, model):
+                target = models.get((provider, model), ServedModel(alias, 0, 0))
+                others.append(replace(target, id=alias, owned_by="emberline"))
+        others += [ServedModel(name, 0, 0) for name in settings.pools if identity.may_use_model(POOL, name)]
+        others += [
             ServedModel(f"{DYNAMIC}/{name}", 0, 0) for name in settings.routes if identity.may_use_model(DYNAMIC, name)
         ]
-        return sorted([*models, *routes], key=lambda model: model.id)
+        return sorted([*models.values(), *others], key=lambda model: model.id)
 
     async def _list_provider_models(self, slug: str, settings: GatewaySettings) -> list[_ListedModel]:
         provider = self._registry.find_provider(slug, settings)
