@@ -43,6 +43,7 @@ def test_doctor_works_without_proc(no_proc: None) -> None:
 
 def test_cores_are_counted_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(config, "read_cpu_quota", lambda: None)
     assert config.core_count() == (os.cpu_count() or 1)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from emberline.core.cpu_quota import read_cpu_quota
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
@@ -54,8 +55,12 @@ def otlp_headers() -> dict[str, str]:
 
 
 def core_count() -> int:
-    """Return how many cores the process's CPU affinity allows. CPU quotas of containers are not counted."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may use: those of its CPU affinity, or fewer with a CPU quota.
+
+    A quota is rounded up: some CPU time would be lost otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = read_cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,7 @@ class EngineConfig:
     device: str = option(
         "auto", "Device that computes; auto: a GPU that can be used, otherwise the CPU.", choices=DEVICES
     )
-    threads: int = option(0, "CPU threads, of each rank; 0: one per core.")
+    threads: int = option(0, "CPU threads, of each rank; 0: one per core, or fewer with a CPU quota of a container.")
     dtype: str = option(
         "auto",
         "Data type of the weights; auto: that of the checkpoint, but bfloat16 for float16. float16: on a CPU only.",
