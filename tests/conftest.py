@@ -41,12 +41,15 @@ if TYPE_CHECKING:
 COMPILE_TIMEOUT_S = 20.0
 
 
-def pytest_configure() -> None:
-    """What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores a hang-up; so would every process
-    that a test starts."""
-    gc.disable()  # until all tests are collected: meanwhile it takes a tenth of the time, and frees nothing
+def handle_signals() -> None:
+    """Handle Ctrl-C and hang-ups, which a shell's background jobs and nohup ignore, as would processes of tests."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_configure() -> None:
+    gc.disable()  # until all tests are collected: meanwhile it takes a tenth of the time, and frees nothing
+    handle_signals()
     # Each process that runs tests takes ports of its own: a port is free until the server that it is for has started.
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import pytest_configure
+from conftest import handle_signals
 
 from emberline.bench import processes
 from emberline.cli import doctor, serve
 from emberline.cli.__main__ import main
-from emberline.core import config
+from emberline.core import cpus
 from emberline.kernels.cpu import build as kernels
 from emberline.kv.transfer import shm, unix
 
@@ -43,8 +43,8 @@ def test_doctor_works_without_proc(no_proc: None) -> None:
 
 def test_cores_are_counted_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(config, "read_cpu_quota", lambda: None)
-    assert config.core_count() == (os.cpu_count() or 1)
+    monkeypatch.setattr(cpus, "read_cpu_quota", lambda: None)
+    assert cpus.core_count() == (os.cpu_count() or 1)
 
 
 def test_refused_rlimit_does_not_end_grammar_guard(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_peer_is_identified_without_peercred(monkeypatch: pytest.MonkeyPatch, ot
 def test_tests_run_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        pytest_configure()
+        handle_signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
