@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline.bench.contender import ContenderSpec
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.errors import InvalidRequest
 
 MAX_CONTEXT = 4096

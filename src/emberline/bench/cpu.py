@@ -20,7 +20,8 @@ from emberline.bench.contenders import BenchEnvironment, make_emberline_spec, ma
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.processes import measure_busy_cores
 from emberline.bench.report import BenchReport
-from emberline.core.config import cache_dir, core_count
+from emberline.core.config import cache_dir
+from emberline.core.cpus import core_count
 from emberline.core.errors import EmberlineError
 from emberline.core.jsonfile import read_object
 from emberline.hub.pull import KNOWN_MODELS, pull_gguf

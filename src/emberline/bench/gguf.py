@@ -23,7 +23,8 @@ from emberline.bench.contender import ContenderFailed, ContenderProcess
 from emberline.bench.contenders import BenchEnvironment, make_emberline_spec, make_peer_spec
 from emberline.bench.cpu import WARM_UP, CPUBenchSettings, MeasuredContender, run_round
 from emberline.bench.report import BenchReport
-from emberline.core.config import cache_dir, core_count
+from emberline.core.config import cache_dir
+from emberline.core.cpus import core_count
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.jsonfile import read_object
 from emberline.hub.pull import KNOWN_MODELS, pull_gguf

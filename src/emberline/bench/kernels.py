@@ -26,7 +26,7 @@ from emberline.bench.gpu.model import RandomWeights
 from emberline.bench.machine import last_level_cache_bytes
 from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.bench.report import BenchReport
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.kernels import ops
 from emberline.kernels.gguf_blocks import BLOCK_FORMATS
 from emberline.kernels.packed_weight import WeightLayout

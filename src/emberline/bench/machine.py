@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import emberline
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 
 ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # each list from the oldest to the newest
 X86_FLAGS = ("fma", "avx2", "avx512f", "avx512_vnni", "avx512_fp16", "avx512_bf16", "amx_int8", "amx_bf16")

@@ -21,7 +21,7 @@ from emberline.bench.job import BenchJob
 from emberline.bench.report import BenchReport
 from emberline.bench.serve import find_local_processes, run_closed_loop
 from emberline.bench.server_launch import EmberlineServer
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.errors import EmberlineError
 from emberline.core.jsonfile import read_object
 from emberline.hub.source import resolve_model

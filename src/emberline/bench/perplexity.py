@@ -20,7 +20,8 @@ from torch import Tensor
 
 from emberline.bench import report as reports
 from emberline.bench.report import BenchReport
-from emberline.core.config import DEFAULT_MODEL, core_count
+from emberline.core.config import DEFAULT_MODEL
+from emberline.core.cpus import core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import WorkItem
 from emberline.engine.batch import build_forward_batch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from emberline.bench.report import BenchReport
 from emberline.bench.unweight_peers import PEERS, measure_peer
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve_model
 from emberline.kernels.cpu.library import find_library

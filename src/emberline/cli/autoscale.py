@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from emberline.cli import service
 from emberline.cli.options import add_options, explicit_options
 from emberline.cli.router_tls import add_router_tls_options, make_router_tls
-from emberline.core.config import DEFAULT_MODEL, RouterConfig, core_count
+from emberline.core.config import DEFAULT_MODEL, RouterConfig
+from emberline.core.cpus import core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.keys import make_cluster_key_environment, read_cluster_keys
 from emberline.core.router_urls import parse_router_urls

@@ -21,13 +21,8 @@ from typing import Any
 from emberline.cli.cluster_ray import RayNodes, add_ray_arguments
 from emberline.cli.options import add_options, explicit_options
 from emberline.cluster.address import is_unspecified_address
-from emberline.core.config import (
-    DEFAULT_MODEL,
-    Role,
-    RouterConfig,
-    TraceConfig,
-    core_count,
-)
+from emberline.core.config import DEFAULT_MODEL, Role, RouterConfig, TraceConfig
+from emberline.core.cpus import core_count
 from emberline.core.engine_config import KV_PORT_COUNT, EngineConfig
 from emberline.core.engine_packages import require_engine_packages
 from emberline.core.errors import InvalidRequest

@@ -17,7 +17,8 @@ from emberline import __version__
 from emberline.cli.doctor_finding import DoctorFinding
 from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, explicit_options, parse_size
-from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
+from emberline.core.config import DEFAULT_MODEL, cache_dir
+from emberline.core.cpus import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.engine_packages import ENGINE_PACKAGES, INSTALL_HINT
 from emberline.core.errors import EmberlineError, InvalidRequest

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from emberline.core.cpu_quota import read_cpu_quota
 from emberline.core.errors import InvalidRequest
 from emberline.core.foreign_config import ROLES, ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
@@ -52,15 +51,6 @@ def otlp_headers() -> dict[str, str]:
     """Return the headers in OTEL_EXPORTER_OTLP_HEADERS, which has the form NAME=VALUE,NAME=VALUE."""
     pairs = [pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",")]
     return {name.strip().lower(): unquote(value.strip()) for name, equals, value in pairs if equals}
-
-
-def core_count() -> int:
-    """Return how many cores this process may use: those of its CPU affinity, or fewer with a CPU quota.
-
-    A quota is rounded up: some CPU time would be lost otherwise."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = read_cpu_quota()
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 @dataclass(frozen=True, slots=True)

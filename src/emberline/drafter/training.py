@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.errors import InvalidRequest
 from emberline.drafter.checkpoint import read_head, write_head
 from emberline.drafter.generation import generate_answers

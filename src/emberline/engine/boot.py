@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.freememory import free_memory
 from emberline.engine.boot_checks import check_cpu_settings, check_host_memory

@@ -207,14 +207,10 @@ def plan_memory(
     tables, running = len(groups.windows), (max_running, max_batch_tokens, max_context, max_new_tokens)
     used = choose_step_kernels(outline_of(config), kernels, dtype_bytes, packed=packed, quantised=quantised)
     sizes = used, kv_dtype_bytes, block_size, *running, tiers, transfer, tables, exchanging_ranks, has_ranks
-    token_bytes = kv_token_bytes(config, kv_dtype_bytes, groups.block_layers) + draft.kv_token_values * kv_dtype_bytes
-    block_bytes = token_bytes * block_size
-    fixed = {
-        "weights": draft.weight_bytes + weight_bytes(config, dtype_bytes, packed=packed, both=both, quantised=quantised)
-    }
-    fixed |= step_bytes(
-        StepSizes.from_outline(outline_of(config), config.vocab), StepLimits(*sizes), block_bytes, draft
-    )
+    block_bytes = block_size * kv_dtype_bytes * (kv_token_bytes(config, 1, groups.block_layers) + draft.kv_token_values)
+    weights = weight_bytes(config, dtype_bytes, packed=packed, both=both, quantised=quantised)
+    steps = StepSizes.from_outline(outline_of(config), config.vocab)
+    fixed = {"weights": draft.weight_bytes + weights, **step_bytes(steps, StepLimits(*sizes), block_bytes, draft)}
     needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     usable, needed_bytes = usable_bytes(total_bytes, utilization, other_bytes), needed * tables * block_bytes
     if (available := usable - sum(fixed.values())) < needed_bytes:
@@ -274,9 +270,7 @@ def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int)
 
 
 def usable_bytes(total_bytes: int, utilization: float, other_bytes: int = 0) -> int:
-    """Return how much of a device's memory an engine may use.
-
-    This is `utilization` times the total, or what other processes leave if that is less."""
+    """Return the memory for an engine: `utilization` times the total, or what other processes leave if less."""
     return min(int(total_bytes * utilization), total_bytes - other_bytes)
 
 
@@ -316,9 +310,7 @@ def weight_bytes(
         is_head = matrices.kind == ("embedding" if config.tie_embeddings else "head")
         twice = (both and (is_head or matrices.kind != "embedding")) or (copies_head and is_head)
         size += weight_matrices_bytes(matrices, dtype_bytes, packed=packed, both=twice)
-    by_shape = {
-        (matrices.rows, matrices.columns, matrices.num_matrices): matrices for matrices in list_weight_matrices(outline)
-    }
+    by_shape = {(each.rows, each.columns, each.num_matrices): each for each in list_weight_matrices(outline)}
     for kept in quantised:
         shape = kept.rows, kept.columns, kept.num_matrices
         plain = by_shape.get(shape, WeightMatrices("attention", *shape))

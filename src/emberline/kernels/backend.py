@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from emberline.core.config import core_count, kernel_dir
+from emberline.core.config import kernel_dir
+from emberline.core.cpus import core_count
 from emberline.core.gpu_kernels import GPUKernels
 from emberline.kernels import gpu_choice
 from emberline.kernels.cpu.build import NativeBuildError, build_library

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.errors import ModelError
 from emberline.models.coded_tensor_load import MAX_RUN_BYTES, CodedRun, CodedTensorLoad
 from emberline.models.direct_io import FileChunk

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint, format_names
 from emberline.hub.dequant import Bytes

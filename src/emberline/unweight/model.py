@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.unweight.codec import WeightCodec

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from emberline import __version__
 from emberline.api.openapi import build_document
-from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
+from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig
+from emberline.core.cpus import core_count
 from emberline.core.errors import DownloadError, UnsupportedModel
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.core.tls import TLSIdentity

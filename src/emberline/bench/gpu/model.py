@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.hub.checkpoint import INDEX_FILE
 from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import count_input_sets, time_graph_replay
 from emberline.bench.report import BenchReport
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.kernels.cuda import narrow, narrow_experts, narrow_wide
 from emberline.kernels.cuda.driver import CudaModule
 from emberline.kernels.cuda.narrow import FourBitPlan

@@ -89,10 +89,7 @@ class DeviceBatch:
         *,
         max_queries: int = 1,
     ) -> DeviceBatch:
-        """Return the batch of a step's work, without padding. `singles`, `chunks`: see `split`.
-
-        `max_queries`: maximum number of tokens that attention computes as one row; a single with more gets several
-        rows."""
+        """Return a step's batch, without padding. A single (see `split`) has a row for each `max_queries` tokens."""
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
         index = np.array([row.index for row in rows.rows_of(work)], np.int64)

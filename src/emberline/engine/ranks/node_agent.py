@@ -14,7 +14,8 @@ import time
 from dataclasses import replace
 
 from emberline import __version__
-from emberline.core.config import core_count, kernel_dir
+from emberline.core.config import kernel_dir
+from emberline.core.cpus import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EngineFailed, EngineUnavailable, NodeRankTaken
 from emberline.core.freememory import free_memory

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.engine.engine_components import choose_kv_dtype

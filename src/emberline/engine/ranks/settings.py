@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.engine.ranks.layout import Layout

@@ -11,7 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from emberline.core.config import core_count
+from emberline.core.cpus import core_count
 
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")

@@ -150,9 +150,7 @@ def decode_attention(
 
     Without `query_start`, the only query of row b is token b. Otherwise the queries of row b are the tokens
     [query_start[b], query_start[b + 1]), at most `max_queries` and possibly none. Query j of row b attends to the keys
-    [0, context[b] + j], or to the last `window` of these keys. The items of `work` must cover these keys; more keys, as
-    in a list for longer rows or without the window, only cost time.
-
+    [0, context[b] + j], or to the last `window` of these keys. The items of `work` must cover them, and may cover more.
     If `window_parts` is not 0, `work` is not read: the visible keys of each row are cut into that many parts, so that a
     layer with a window does not pay for the whole context. `query_start` is required with `window_parts`, if
     `max_queries` is more than 1, and with more than 8 query heads per KV head.
@@ -160,8 +158,7 @@ def decode_attention(
     With `pdl` (programmatic dependent launch), the kernel starts while preceding kernels still run, and already reads
     `work`, `block_tables`, `context`, `query_start` and all keys except the newest of each row. These must be written
     before the first kernel that is launched with `pdl`. The newest keys of a row are its last one or, if `max_queries`
-    is more than 1, its last `worklist.MAX_NEW_TOKENS`. Only in the second case may several rows have tokens of one
-    sequence.
+    is more than 1, its last `worklist.MAX_NEW_TOKENS`; only then may several rows have tokens of one sequence.
     `overlaps_prefill`: the preceding launch is `prefill_attention` of the same pass, and both run at the same time.
     """
     assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim)

@@ -137,9 +137,7 @@ def _multiply_narrow(
     ROWS: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, SORTED: constexpr, GATED: constexpr, HAS_ZEROS: constexpr,
     HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, CLAMPED: constexpr, SCALED: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    """Multiply rows of x [*, DEPTH] by a matrix of codes.
-
-    If SORTED, rows are sorted by expert, as in `grouped.py`, and a tile is multiplied by the matrix of its expert."""
+    """Multiply x [*, DEPTH] by a matrix. If SORTED, rows are sorted by expert; each tile has its expert's matrix."""
     tile = tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_N)
     pdl_wait_and_trigger(PDL)
     if SORTED:

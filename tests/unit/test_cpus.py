@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.core import config, cpu_quota
+from emberline.core import cpus
 
 CASES: dict[str, tuple[str, dict[str, str], float | None]] = {
     "no limit": ("0::/\n", {"cpu.max": "max 100000\n"}, None),
@@ -42,18 +42,18 @@ def test_quotas_of_control_groups(case: str, tmp_path: Path, monkeypatch: pytest
         file = tmp_path / "mount" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(cpu_quota, "CGROUP_FILE", tmp_path / "self")
-    monkeypatch.setattr(cpu_quota, "CGROUP_MOUNT", tmp_path / "mount")
-    assert cpu_quota.read_cpu_quota() == expected
+    monkeypatch.setattr(cpus, "CGROUP_FILE", tmp_path / "self")
+    monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path / "mount")
+    assert cpus.read_cpu_quota() == expected
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 4), (0.1, 1), (1.0, 1), (2.4, 3), (64.0, 4)])
 def test_cores_are_limited_by_the_quota(quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(config, "read_cpu_quota", lambda: quota)
-    assert config.core_count() == cores
+    monkeypatch.setattr(cpus, "read_cpu_quota", lambda: quota)
+    assert cpus.core_count() == cores
 
 
 def test_no_control_group_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_quota, "CGROUP_FILE", tmp_path / "missing")  # such as on macOS
-    assert cpu_quota.read_cpu_quota() is None
+    monkeypatch.setattr(cpus, "CGROUP_FILE", tmp_path / "missing")  # such as on macOS
+    assert cpus.read_cpu_quota() is None

@@ -1,16 +1,28 @@
-"""read_cpu_quota: the limit of CPU time that a container or a systemd unit sets for its processes (Linux)."""
+"""core_count: how many cores this process may use, by its CPU affinity and by the quota of its container."""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 CGROUP_FILE, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
+def core_count() -> int:
+    """Return how many cores this process may use: those of its CPU affinity, or fewer with a CPU quota.
+
+    A quota is rounded up: some CPU time would be lost otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = read_cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
 def read_cpu_quota() -> float | None:
     """Return how many cores' worth of CPU time this process may use; None: there is no limit.
 
-    It is the smallest limit of the process's control group and of the groups around it."""
+    A container or a systemd unit sets a limit for its control group. The smallest limit of this group and of the groups
+    around it is returned. Only Linux has such groups."""
     try:
         lines = CGROUP_FILE.read_text().splitlines()
     except OSError:
