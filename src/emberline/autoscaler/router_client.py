@@ -43,7 +43,7 @@ class RouterClient:
         status, document = await self._call("GET", "/cluster/status", b"", REQUEST_TIMEOUT_S)
         if status != 200 or not isinstance(document, dict) or "latency" not in document:
             raise RouterUnavailable(
-                f"{self.url}/cluster/status answered {status} without the status of a router",
+                f"{self.url}/cluster/status answered with HTTP status {status}, and not with a router's status",
                 hint="set --router to the URL of an Emberline router of the same release",
             )
         return document

@@ -124,9 +124,8 @@ async def _run_round(
         for _ in range(plan.alone):
             trace, earlier = await client.complete(workload.draw_random_tokens(plan.long, rng, vocab_size), 1), between
             if trace.error is not None or trace.timing.e2e is None:
-                raise EmberlineError(
-                    f"a request without other load failed: {trace.error}", hint=f"see the logs in {log_dir}"
-                )
+                message = f"a request failed, although no other requests were running: {trace.error}"
+                raise EmberlineError(message, hint=f"see the logs in {log_dir}")
             between = await _read_counters(cluster)
             computing = max(between[w]["busy_seconds"] - earlier[w]["busy_seconds"] for w in between)
             turn.alone.append(UnloadedTimes(trace.timing.e2e, computing))

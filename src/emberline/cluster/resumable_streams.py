@@ -58,7 +58,7 @@ class ReclaimRequest(msgspec.Struct):
     request_digest: str  # the request must be the one that began the stream
 
 
-class ReclaimedStream(msgspec.Struct):
+class StreamContinuation(msgspec.Struct):
     """What a router needs to have a stream continued."""
 
     handoff: dict[str, Any]
@@ -165,7 +165,7 @@ class ResumableStreams:
             self._ended_bytes += len(stream.comments)
         self._forget_expired()
 
-    def reclaim(self, position: ReclaimRequest, tenant: str) -> ReclaimedStream:
+    def reclaim(self, position: ReclaimRequest, tenant: str) -> StreamContinuation:
         """Return how to continue a stream after an event. If the stream is still running, it ends here.
 
         Raises StreamNotResumable if the stream is unknown or forgotten, or belongs to another request or tenant, and
@@ -192,7 +192,7 @@ class ResumableStreams:
             and position.event >= stream.last_group_events
         )
         handoff = stream.build_handoff(position).as_dict()
-        return ReclaimedStream(handoff, stream.seed, stream.reply_id, stream.created, is_complete)
+        return StreamContinuation(handoff, stream.seed, stream.reply_id, stream.created, is_complete)
 
     def _forget_expired(self) -> None:
         oldest = self._now() - RESUME_WINDOW_S

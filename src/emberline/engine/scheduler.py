@@ -209,7 +209,7 @@ class Scheduler:
         if request.publish and self.publisher is not None:
             self.publisher.publish_and_output_ticket(request, self._outputs)
         if self._followers and request.num_computed >= request.prompt_len:
-            self._release_followers(request)
+            self._release_waiting_siblings(request)
 
     def _admit_next(self) -> Request | None:
         """Start the first waiting request and return it; None if it cannot start now.
@@ -392,9 +392,9 @@ class Scheduler:
         self._shifted_work.pop(request.id, None)
         if self.drafter is not None:
             self.drafter.forget(request)
-        self._release_followers(request)
+        self._release_waiting_siblings(request)
 
-    def _release_followers(self, leader: Request) -> None:
+    def _release_waiting_siblings(self, leader: Request) -> None:
         for follower in self._followers.pop(leader.id, ()):
             follower.leader = None
             self.waiting.push(follower)

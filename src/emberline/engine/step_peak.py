@@ -76,7 +76,9 @@ def layer_bytes(
 
 
 def network_bytes(sizes: StepSizes, kernels: StepKernels, rows: int, max_tuned_rows: int) -> int:
-    """Return what the largest feed-forward network allocates besides the hidden state, including its normed copy."""
+    """Return the bytes that the largest feed-forward network allocates in a step.
+
+    The normed copy of the hidden state is counted, the hidden state itself is not."""
     return max(_one_network_bytes(network, kernels, rows, max_tuned_rows) for network in sizes.networks)
 
 

@@ -214,15 +214,15 @@ class _GGUFHeaderReader:
             )
         type_ = TENSOR_TYPES[kind]
         count = prod(shape)
-        if (
-            count == 0
-            or shape[-1] % type_.block_elements
-            or count // type_.block_elements * type_.block_bytes > self.size
-        ):
+        size = count // type_.block_elements * type_.block_bytes
+        if count == 0 or shape[-1] % type_.block_elements:
             raise self.make_damaged_file_error(
-                f"tensor {name!r} has the shape {shape}, which does not fit {type_.name} or the file"
+                f"tensor {name!r} has the shape {shape}; the size of {type_.name} rows is a multiple of "
+                f"{type_.block_elements} values"
             )
-        return GGUFTensor(name, type_, shape, offset, count // type_.block_elements * type_.block_bytes)
+        if size > self.size:
+            raise self.make_damaged_file_error(f"tensor {name!r} has {size} bytes, and the file only {self.size}")
+        return GGUFTensor(name, type_, shape, offset, size)
 
     def check_offsets(self, tensors: list[GGUFTensor], alignment: Any) -> dict[str, GGUFTensor]:
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):

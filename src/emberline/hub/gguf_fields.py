@@ -45,7 +45,9 @@ def build_qwen3_moe(fields: GGUFMetadata) -> dict[str, Any]:
 
 
 def build_gemma3(fields: GGUFMetadata) -> dict[str, Any]:
-    """Return the fields of Gemma 3. Some are constants of llama.cpp, which GGUF files lack."""
+    """Return fields of config.json for Gemma 3.
+
+    GGUF files lack some of them. These have the values that llama.cpp uses, which are constants in its code."""
     usual = fields.get_integer("embedding_length") // fields.get_integer("attention.head_count")
     is_27b = fields.get_integer("block_count") == GEMMA3_27B_LAYERS
     return {

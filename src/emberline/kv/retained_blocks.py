@@ -28,7 +28,7 @@ class RetainedBlocks:
             self._pool.add_holder(block)
 
     def allocate(self, count: int) -> list[int]:
-        """Return new blocks, which are pinned once."""
+        """Allocate blocks and return their ids. Each has a pin count of one, which `unpin` reduces."""
         blocks = [self._pool.allocate_block(0) for _ in range(count)]
         self._pin_counts.update(blocks)
         return blocks

@@ -54,7 +54,7 @@ class FeedForward:
         exchange: RowExchange | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Add the network's output for `inputs`, or x itself, to x in place.
+        """Compute the network's output and add it to x in place. `inputs`: of the network; None: x.
 
         `exchange`: moves rows between ranks, if each has rows of its own."""
         inputs = x if inputs is None else inputs

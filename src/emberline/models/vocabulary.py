@@ -25,7 +25,9 @@ class VocabularyShard:
 
     @staticmethod
     def from_weights(weights: Weights, vocab: int) -> VocabularyShard | None:
-        """Return the part of a rank, or None for a model that is not divided."""
+        """Return the part of the vocabulary of the rank that loads `weights`; None: the model is not divided.
+
+        `vocab`: the number of tokens of all ranks."""
         if weights.comm is None:
             assert weights.shard.is_whole, "a rank needs a communicator"
             return None

@@ -32,7 +32,8 @@ def stored_weight_dtype(checkpoint: Checkpoint) -> str:
     dtypes = {tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in tensors}
     if unsupported := dtypes - STORED_DTYPES.keys():
         hint = f"supported dtypes: {' '.join(sorted(STORED_DTYPES))}"
-        raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
+        message = f"{checkpoint.directory} has weights of dtype {min(unsupported)}, which is not supported"
+        raise UnsupportedModel(message, hint=hint)
     return next((STORED_DTYPES[dtype] for dtype in ("F32", "F16") if dtype in dtypes), "bfloat16")
 
 

@@ -116,7 +116,7 @@ class FastWorker:
         if self.is_idle and self._run is None:
             assert not (self._waiting or self._loading or self._prefilling)
             assert self._num_rows == self._context == self._sum_last_steps == 0
-            self._cache.check_unheld()
+            self._cache.check_no_segment_is_held()
 
     # -- runs --------------------------------------------------------------------------------------------------------
 

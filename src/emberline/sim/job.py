@@ -19,6 +19,7 @@ class WorkerJob:
 
     @property
     def num_known(self) -> int:
+        """The number of tokens before the first one that this worker generates."""
         return self.request.num_prompt_tokens + self.num_resumed
 
     @property

@@ -150,7 +150,7 @@ class SimPrefixCache:
             parent.last_used = max(parent.last_used, segment.last_used)
             self._mark_if_idle(parent)
 
-    def check_unheld(self) -> None:
+    def check_no_segment_is_held(self) -> None:
         """Assert that no request holds a segment, and that the number of used tokens is the sum over all segments."""
         assert not any(segment.num_holders for segment in self._segments.values())
         assert self.num_used == sum(segment.num_tokens for segment in self._segments.values()) <= self._capacity

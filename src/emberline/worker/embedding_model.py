@@ -25,7 +25,7 @@ class EmbeddingModel:
         self._process = EmbedderProcess(directory, threads)
 
     async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
-        """Return a vector of length 1 for each input, and the number of tokens of all inputs.
+        """Return a vector with a norm of 1 for each input, and the number of tokens of all inputs.
 
         Raises ModelNotFound or ContextLengthExceeded.
         """

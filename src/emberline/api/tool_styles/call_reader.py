@@ -47,7 +47,9 @@ class CallReader:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the unaccepted characters only close a call. They are dropped if the output ends."""
+        """Whether the characters that were read since the last accepted call can only close this call.
+
+        Such characters are dropped if the output ends."""
         return False
 
     @property

@@ -50,7 +50,9 @@ class HarmonyStyle(NamedCallStyle):
 
 
 def _make_call_message(message: Message, call: dict[str, Any]) -> Message:
-    """Return a message with one call. The template takes reasoning or text before a call, not both."""
+    """Return a message with one call, in which reasoning and text are joined as the field `thinking`.
+
+    The template renders only one text before a call."""
     thoughts = [text for text in (message.get("reasoning_content"), message.get("content")) if text]
     rest = {key: value for key, value in message.items() if key != "reasoning_content"}
     thinking = {"thinking": "\n".join(thoughts)} if thoughts else {}

@@ -93,7 +93,10 @@ class KnownAcceptance:
 
 
 def make_head(target: DecoderModel, *, packed: bool = False, acceptance: str = "first") -> KnownAcceptance:
-    """Return a draft head for the target model. `packed`: compress its weights. `acceptance`: a key of ACCEPTANCE."""
+    """Return a draft head of which a known share of drafted tokens is accepted.
+
+    `packed`: whether to compress its weights. `acceptance`: the key in ACCEPTANCE of the probabilities with which the
+    first, second, third and fourth token of a draft are accepted."""
     config = Eagle3Config(
         ModelConfig.from_hf({**LLAMA_8B, "num_hidden_layers": 1}),
         DRAFT_VOCAB,

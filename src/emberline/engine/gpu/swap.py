@@ -248,9 +248,10 @@ def equal_kv_share(models: Collection[Collection[MemoryPlan]], available_bytes: 
 
 
 def sleep_runner(runner: GPURunner, previous_sleep: SleepingMemory | None = None) -> SleepingMemory:
-    """Free the device memory of a runner, after all its results were read.
+    """Free the device memory of a runner, and return what `wake_runner` needs to restore it.
 
-    `previous_sleep`: what this function returned when the runner last slept; None if it has not slept yet."""
+    All results of the runner must have been read. `previous_sleep`: what this function returned when the runner last
+    slept; None if it has not slept yet."""
     from torch import Tensor
 
     from emberline.models.sleep import iter_instances, put_to_sleep

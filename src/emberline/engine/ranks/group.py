@@ -356,7 +356,7 @@ class RankGroup:
         self._end_all()
 
     def _end_all(self) -> None:
-        """End all processes. Collectives in which the leader waits then fail, if necessary because they are aborted."""
+        """End all processes, and abort collectives in which the leader may wait for them, so that these fail."""
         self._processes.kill_all()
         for communicator in self._device_communicators:
             communicator.abort()

@@ -120,10 +120,10 @@ class WorkEncoder:
     def _continue_requests(
         self, ids: list[str], preemptions: list[int]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-        """Return the slot of each item's request, and the value of `EncodedWork.slots`.
+        """Return each item's slot (its request's index in encoder and decoders), and `EncodedWork.slots`.
 
-        The value is None if the oldest remembered step has the same requests. In it, ~slot marks a request for which
-        the decoders begin with an empty block table."""
+        `EncodedWork.slots` is None if the oldest of the last `_num_plans` steps had the same requests. Otherwise it has
+        ~slot instead of slot for a request for which the decoders must begin with an empty block table."""
         oldest = self._steps.popleft() if len(self._steps) == self._num_plans else None
         if oldest is not None and ids == oldest.ids and preemptions == oldest.preemptions:
             self._steps.append(oldest)

@@ -1,6 +1,8 @@
-"""multiply_gate_up, add_down: the experts of at most 8 rows, in two kernels that select the experts themselves.
+"""multiply_gate_up, add_down: compute a layer's experts for at most 8 rows (tokens).
 
-`few_experts.cu` has the kernels. Weights are bf16 or uw12.
+The first kernel selects the experts of each row by the router's logits, and multiplies by their gate and up matrices.
+The second multiplies by their down matrices and adds the result to the rows. `few_experts.cu` has the kernels. Weights
+are bfloat16, or packed (12 bits each, uw12).
 """
 
 from __future__ import annotations

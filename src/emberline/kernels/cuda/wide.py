@@ -378,11 +378,11 @@ def _make_exchange_arguments(plan: WidePlan, device: torch.device, exchange_poll
 
 def get_exchange_memory(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the memory for `linear` on the current stream; call this once before a launch on it is captured."""
-    return _get_exchange_memory(device, torch.cuda.current_stream().cuda_stream)
+    return _get_partial_sum_memory(device, torch.cuda.current_stream().cuda_stream)
 
 
 @cache
-def _get_exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def _get_partial_sum_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Return device memory in which CTAs without a cluster exchange partial sums, and zeroed counters."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     sms = max(count_sms(), H200_SMS)  # smaller GPUs use the measured plans too

@@ -50,7 +50,9 @@ def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> 
 
 
 def gelu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
-    """Write gelu(gate) * up, with the approximation of gelu by a tanh, as `silu_mul` does."""
+    """Write gelu(gate) * up into `out` [T, F] and return it. gelu is approximated by a tanh.
+
+    `gate_up`, `group`: as for `silu_mul`."""
     return _launch(gate_up, out, group, gelu=True, pdl=pdl)
 
 

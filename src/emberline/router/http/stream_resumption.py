@@ -15,8 +15,8 @@ from emberline.cluster.membership import ClusterMember
 from emberline.cluster.resumable_streams import (
     RECLAIM_PATH,
     EventPosition,
-    ReclaimedStream,
     ReclaimRequest,
+    StreamContinuation,
     digest_request,
 )
 from emberline.core.config import RouterConfig
@@ -89,7 +89,7 @@ class StreamResumer:
                     await asyncio.sleep(TICK_INTERVAL_S)
         raise _not_resumable("the worker that generated the stream is gone")
 
-    async def _reclaim(self, exchange: Exchange, worker: Worker, request: ReclaimRequest) -> ReclaimedStream:
+    async def _reclaim(self, exchange: Exchange, worker: Worker, request: ReclaimRequest) -> StreamContinuation:
         headers = {"content-type": "application/json"}
         if self._config.cluster_key:
             headers["authorization"] = f"Bearer {self._config.cluster_key}"
@@ -102,7 +102,7 @@ class StreamResumer:
                 with contextlib.closing(reply):
                     data = await reply.read_all()
             if reply.status == 200:
-                return msgspec.json.decode(data, type=ReclaimedStream)
+                return msgspec.json.decode(data, type=StreamContinuation)
         except (TimeoutError, UpstreamUnreachable, UpstreamBroken, *JSON_DECODE_ERRORS) as e:
             message = f"worker {worker.name}, which has the stream, does not answer: {type(e).__name__}"
             raise EngineUnavailable(message, hint="send the request again with the same Last-Event-ID") from e
