@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "tokens": {"core"},
     "hub": {"core"},
-    "kernels": {"core.config", "core.gpu_kernels", "hub.dequant"},
+    "kernels": {"core.config", "core.cpus", "core.gpu_kernels", "hub.dequant"},
     "unweight": {"core", "hub.checkpoint", "hub.tensorfile", "kernels.cpu"},
     "models": {
         "core",
