@@ -35,7 +35,7 @@ from emberline.bench.report import BenchReport
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EngineUnavailable
 from emberline.core.freeport import free_port
-from emberline.core.keys import make_cluster_key_environment
+from emberline.core.keys import CLUSTER_KEY_VARIABLE, make_key_environment
 from emberline.engine.async_engine import AsyncEngine
 from emberline.hub.source import resolve_model
 
@@ -99,7 +99,7 @@ class NodeFaults:
         options = engine_settings(self._settings) | self._nodes | {"node_rank": 1}
         words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "emberline.cli", "serve", self._model, *words, "--log-level", "warning"]
-        environment = {**os.environ, **make_cluster_key_environment([self._key])}
+        environment = {**os.environ, **make_key_environment([self._key], CLUSTER_KEY_VARIABLE)}
         return subprocess.Popen(["ip", "netns", "exec", self._network.name, *command], env=environment)
 
     async def _inject_fault(self, engine: AsyncEngine, index: int, fault: str) -> None:

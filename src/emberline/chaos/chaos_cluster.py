@@ -28,7 +28,7 @@ from emberline.chaos.tcp_balancer import TCPBalancer
 from emberline.cluster.cluster_health import describe_held_resources, find_unavailable_workers, wait_until_no_problem
 from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.config import Role
-from emberline.core.keys import make_cluster_key_environment
+from emberline.core.keys import CLUSTER_KEY_VARIABLE, make_key_environment
 from emberline.net.connection_pool import HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
 
@@ -210,7 +210,7 @@ class ChaosCluster:
 
     def _new_process(self, name: str, role: Role | None = None) -> ChaosProcess:
         clock = ShiftedClock(self.directory / "clocks" / name)
-        base_environment = {**os.environ, **make_cluster_key_environment([self._cluster_key])}
+        base_environment = {**os.environ, **make_key_environment([self._cluster_key], CLUSTER_KEY_VARIABLE)}
         path = (
             f"{clock.path}:{base_environment['PYTHONPATH']}" if base_environment.get("PYTHONPATH") else str(clock.path)
         )

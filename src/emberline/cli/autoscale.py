@@ -17,7 +17,7 @@ from emberline.cli.router_tls import add_router_tls_options, make_router_tls
 from emberline.core.config import DEFAULT_MODEL, RouterConfig
 from emberline.core.cpus import core_count
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import make_cluster_key_environment, read_cluster_keys
+from emberline.core.keys import CLUSTER_KEY_VARIABLE, make_key_environment, read_cluster_keys
 from emberline.core.router_urls import parse_router_urls
 from emberline.core.slo import LatencyTargets
 
@@ -108,7 +108,7 @@ async def _run(args: argparse.Namespace, settings: AutoscalerSettings) -> None:
     from emberline.autoscaler.router_group import RouterGroup
 
     keys = read_cluster_keys(args.cluster_key)
-    fleet = _build_fleet(args, settings, make_cluster_key_environment(keys))
+    fleet = _build_fleet(args, settings, make_key_environment(keys, CLUSTER_KEY_VARIABLE))
     address = None if args.metrics_port is None else MetricsAddress(args.metrics_host, args.metrics_port)
     urls = _router_urls(args)
     tls = make_router_tls(args, urls)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import make_cluster_key_environment, make_key_environment
+from emberline.core.keys import CLUSTER_KEY_VARIABLE, make_key_environment
 from emberline.core.parallel_config import LAUNCHERS
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RayNodes:
 
         for process in processes:
             command = [*process.program, *process.arguments]
-            environment = make_cluster_key_environment(cluster_keys) | make_key_environment(api_keys)
+            environment = make_key_environment(cluster_keys, CLUSTER_KEY_VARIABLE) | make_key_environment(api_keys)
             resources = {"num_cpus": self.cpus, "num_gpus": self.gpus}
             process.start_elsewhere = make_ray_starter(self.ray, RayWorkerActor, command, environment, resources)
             process.log_file = RAY_LOG_DIRECTORY

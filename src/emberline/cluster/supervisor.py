@@ -20,7 +20,7 @@ from typing import Protocol
 from emberline.core.config import Role
 from emberline.core.engine_config import KV_PORT_COUNT
 from emberline.core.environment import supervised_environment
-from emberline.core.keys import make_cluster_key_environment, make_key_environment
+from emberline.core.keys import CLUSTER_KEY_VARIABLE, make_key_environment
 
 MAX_RESTART_PAUSE_S = 30.0
 FIRST_RESTART_PAUSE_S = 0.5
@@ -179,7 +179,11 @@ def build_processes(
     from which on each worker gets its own range of ports; 0 means any free port. `listen_fd`: a bound socket for the
     router. The supervisor keeps that socket open while the router restarts, so that new connections wait and are not
     refused. `gpus`: the names of the GPUs; each worker gets the next one in turn."""
-    key_environment = {**os.environ, **make_cluster_key_environment(cluster_keys), **make_key_environment(api_keys)}
+    key_environment = {
+        **os.environ,
+        **make_key_environment(cluster_keys, CLUSTER_KEY_VARIABLE),
+        **make_key_environment(api_keys),
+    }
     listen_options = () if listen_fd is None else ("--listen-fd", str(listen_fd))
     processes = [
         SupervisedProcess(

@@ -35,10 +35,10 @@ def add_key_from_environment(keys: Iterable[str], variable_name: str = API_KEY_V
     return tuple(dict.fromkeys((*keys, *_read_lines(variable_name))))
 
 
-def make_key_environment(keys: Iterable[str]) -> dict[str, str]:
-    """Return the environment variable that passes these API keys to a child process; {} if there are no keys."""
+def make_key_environment(keys: Iterable[str], variable_name: str = API_KEY_VARIABLE) -> dict[str, str]:
+    """Return the environment variable that passes these keys to a child process; {} if there are no keys."""
     value = "\n".join(keys)
-    return {API_KEY_VARIABLE: value} if value else {}
+    return {variable_name: value} if value else {}
 
 
 def read_cluster_keys(option: str | None = None) -> tuple[str, ...]:
@@ -49,12 +49,6 @@ def read_cluster_keys(option: str | None = None) -> tuple[str, ...]:
     if option:
         return (check_key(option, "cluster_key"),)
     return tuple(check_key(key, CLUSTER_KEY_VARIABLE) for key in dict.fromkeys(_read_lines(CLUSTER_KEY_VARIABLE)))
-
-
-def make_cluster_key_environment(keys: Iterable[str]) -> dict[str, str]:
-    """Return the environment variable that passes these cluster keys to a child process; {} if there are no keys."""
-    value = "\n".join(keys)
-    return {CLUSTER_KEY_VARIABLE: value} if value else {}
 
 
 def _read_lines(variable_name: str) -> list[str]:
