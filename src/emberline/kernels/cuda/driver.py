@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from emberline.core.cpus import core_count
 from emberline.core.gpu_kernels import HOPPER_CAPABILITY
 from emberline.kernels.cuda import nvrtc
 
@@ -181,7 +181,7 @@ def compile_in_parallel(*modules: CudaModule) -> Iterator[None]:
     A launch of a kernel that is not compiled yet does nothing, so run only a warm-up inside the block and discard its
     results. Compilation is complete when the block ends. The compiler releases the GIL.
     """
-    with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
+    with ThreadPoolExecutor(core_count(), "nvrtc") as pool:
         compiled = {module: pool.submit(module.compile) for module in modules}
 
         def submit(module: CudaModule) -> None:

@@ -6,7 +6,6 @@ dependent launch (PDL), before compute capability 9.0, kernels are launched and 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,8 @@ from triton.language import constexpr, tensor
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
+
+from emberline.core.cpus import core_count
 
 MIN_LARGE_SHARED_BYTES = 160 << 10
 MIN_PDL_ARCHITECTURE = MIN_BULK_ARCHITECTURE = 90  # compute capability 9.0
@@ -61,7 +62,7 @@ def compile_in_parallel() -> Iterator[None]:
     """Compile the kernels of `jit_for_activations` that this thread launches inside the block in parallel.
 
     Compilation is complete when the block ends. The compiler releases the GIL."""
-    with ThreadPoolExecutor(os.cpu_count() or 1, "triton") as pool, triton.AsyncCompileMode(pool):
+    with ThreadPoolExecutor(core_count(), "triton") as pool, triton.AsyncCompileMode(pool):
         _collect_state.is_active = True
         try:
             yield
