@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from failed_tests import write_failed_tests
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
 from servers import Server, start_server, stop_server
 
@@ -68,6 +69,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     while not (TESTS / "unit" / "__pycache__").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if (path := os.environ.get("EMBERLINE_FAILED_TESTS")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        write_failed_tests(terminalreporter, Path(path))
 
 
 @pytest.hookimpl(optionalhook=True)
