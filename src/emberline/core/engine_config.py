@@ -24,7 +24,7 @@ DRAFT_MODEL_METHODS = ("draft", "eagle3")  # these need a model, as in draft:MOD
 MAX_DRAFT_TOKENS = 31  # with the known token, as many as the attention of a step computes together
 DEFAULT_DRAFT_TOKENS, DEFAULT_MODEL_DRAFT_TOKENS = 8, 4  # each token of a draft model takes a pass of that model
 # Scheduler settings whose default on a GPU differs from SchedulerConfig's, which is the CPU's.
-GPU_SCHEDULER_DEFAULTS = {"block_size": 64, "max_batch_tokens": 8192, "max_running": 256}
+GPU_SCHEDULER_DEFAULTS = {"block_size": 64, "max_batch_tokens": 8192, "max_running": 256, "prompt_bursts": True}
 # Scheduler settings whose default depends on the device or the model.
 DEPENDENT_SETTINGS = frozenset({*GPU_SCHEDULER_DEFAULTS, "max_context"})
 
@@ -44,6 +44,7 @@ class SchedulerConfig:
     itl_tail: float = option(
         ITL_TAIL, "Limit of the other 10%% of tokens while prompts wait, as a multiple of --itl-target-ms."
     )
+    prompt_bursts: bool = False  # without itl_target_ms: prompts run in bursts, in which decoding requests wait
     prefix_cache: bool = option(
         True, "Do not reuse KV blocks of earlier prompts.", flag="--no-prefix-cache", default_text="they are reused"
     )

@@ -17,7 +17,7 @@ from emberline.core.plan import Admission, SampledToken, StepPlan, StepResult, T
 from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.finish import append_sampled, ends_with_stop_token, finish_reason, make_last_output, make_timing
-from emberline.engine.pacing import PromptPacer, max_prompt_tokens
+from emberline.engine.pacing import PromptBacklog, make_pacing, max_prompt_tokens
 from emberline.engine.preemption import choose_victim
 from emberline.engine.publisher import BlockPublisher
 from emberline.engine.work_items import end_draft, make_run_output, make_work
@@ -42,13 +42,14 @@ class Scheduler:
     ) -> None:
         self.config, self.kv, self.clock, self.eos = config, kv, clock, eos
         self.publisher, self.drafter = publisher, drafter
-        self.plan_share = 1  # plans among which running requests are divided; above 1, plans in flight do not share any
+        self._plan_share = 1
         self.waiting = WaitingQueue(config.ageing_seconds)
         self.running: list[Request] = []  # in the order of WaitingQueue.sort_key
         self.requests: dict[str, Request] = {}  # all open ones
         self.preemptions = self.prompt_tokens = self.generated_tokens = self._step = 0
-        self._prompt_pacer = PromptPacer(target / 1e3, config.itl_tail) if (target := config.itl_target_ms) else None
+        self._pacing = make_pacing(config, num_stages=1)
         self._scored_budget = MAX_SCORED_TOKENS  # remaining in this step
+        self._is_full = False  # the last step had no room for a waiting request
         self._followers: dict[str, list[Request]] = {}  # siblings that wait until their leader has computed the prompt
         self._loading: dict[str, Request] = {}  # wait for blocks from a lower tier or another engine
         self._new_to_runner: dict[str, Request] = {}  # running requests without an Admission in a plan yet
@@ -59,6 +60,15 @@ class Scheduler:
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._outputs: list[Output] = []
         self.has_early_outputs = False  # outputs made while planning, for which another engine or a moved stream waits
+
+    @property
+    def plan_share(self) -> int:
+        """Plans among which running requests are divided; above 1, plans in flight do not share any."""
+        return self._plan_share
+
+    @plan_share.setter
+    def plan_share(self, share: int) -> None:
+        self._plan_share, self._pacing = share, make_pacing(self.config, share)
 
     # -- requests and outputs -----------------------------------------------------------------------------------
 
@@ -112,26 +122,23 @@ class Scheduler:
             self.kv.retained.release_ended()
         for request in list(self._loading.values()):
             self._continue_loading(request)
-        planned, chunks, max_single = dict[str, int](), list[Request](), -(-len(self.running) // self.plan_share)
-        for request in self.running[:]:
+        streams, chunks, planned = list[Request](), list[Request](), dict[str, int]()
+        for request in self.running:
             remaining = request.num_schedulable
             if remaining > 1:
                 chunks.append(request)
-            elif remaining and request.status is RUNNING and len(planned) < max_single:  # and not preempted just now
-                self._plan_tokens(request, 1, planned)
+            elif remaining:
+                streams.append(request)
         drafts: Mapping[str, Sequence[int]] = {}
-        if self.drafter is not None and (room := self.config.max_batch_tokens - len(planned)) > 0:
-            drafts = self.drafter.plan_drafts([self.requests[i] for i in planned], room, self.kv)
-        budget = total_budget = self._chunk_budget(len(planned) + sum(map(len, drafts.values())), chunks)
-        self._scored_budget = MAX_SCORED_TOKENS
-        for request in chunks:
-            if request.status is RequestStatus.RUNNING and (count := self._take_chunk_size(request, budget)):
-                budget -= self._plan_tokens(request, count, planned)
-        while budget > 0 and (admitted := self._admit_next()) is not None:
-            if admitted.status is RequestStatus.RUNNING:
-                budget -= self._plan_tokens(admitted, self._take_chunk_size(admitted, budget), planned)
-        if self._prompt_pacer is not None:
-            self._prompt_pacer.record_plan(total_budget - budget)
+        num_startable = 0 if self._is_full else max(0, self.config.max_running - len(self.running))
+        prompts = PromptBacklog(chunks, self.waiting, num_startable, self.clock.now())
+        streams_wait = self._pacing.streams_wait(len(streams), prompts)
+        if not streams_wait:
+            drafts = self._plan_streams(streams, planned)
+        prompt_tokens = self._plan_prompts(prompts, len(planned) + sum(map(len, drafts.values())), planned)
+        if streams_wait and not planned:  # no prompt could start: the cache is full, or too many requests run
+            drafts = self._plan_streams(streams, planned)
+        self._pacing.record_plan(prompt_tokens)
         saves, loads = self.kv.copies.take_saves(), self.kv.copies.take_loads()  # last: requests ended above too
         if not (planned or self._ended_ids or saves or loads):
             return None
@@ -149,9 +156,9 @@ class Scheduler:
         """Apply the result of a plan to its requests. Results must be given in the order of the plans."""
         assert plan.step == result.step
         self.kv.copies.finish(plan.saves, plan.loads)
-        if self._prompt_pacer is not None and plan.work:
+        if plan.work:
             chunks = (len(work.tokens) for work in plan.work if len(work.tokens) - work.num_draft > 1)
-            self._prompt_pacer.record_step_time(sum(chunks), result.seconds)
+            self._pacing.record_step_time(sum(chunks), result.seconds)
         now = self.clock.now()
         if self.drafter is not None:
             self.drafter.record_step(plan, result, now, self.requests)
@@ -179,6 +186,30 @@ class Scheduler:
         return self.drafter is not None and self.plan_share == 1 and self.drafter.expects_draft(self.running)
 
     # -- parts of a step ------------------------------------------------------------------------------------------
+
+    def _plan_streams(self, streams: Sequence[Request], planned: dict[str, int]) -> Mapping[str, Sequence[int]]:
+        """Plan a token for each decoding request, and return the drafts that follow these tokens."""
+        max_single = -(-len(self.running) // self.plan_share)
+        for request in streams:
+            if request.status is RUNNING and len(planned) < max_single:  # and not preempted just now
+                self._plan_tokens(request, 1, planned)
+        room = self.config.max_batch_tokens - len(planned)
+        if self.drafter is None or room <= 0:
+            return {}
+        return self.drafter.plan_drafts([self.requests[i] for i in planned], room, self.kv)
+
+    def _plan_prompts(self, prompts: PromptBacklog, decoded: int, planned: dict[str, int]) -> int:
+        """Plan chunks of prompts beside `decoded` tokens of decoding requests; return their number of tokens."""
+        budget = total_budget = self._chunk_budget(decoded, prompts)
+        self._scored_budget = MAX_SCORED_TOKENS
+        for request in prompts.chunks:
+            if request.status is RUNNING and (count := self._take_chunk_size(request, budget)):
+                budget -= self._plan_tokens(request, count, planned)
+        while budget > 0 and (admitted := self._admit_next()) is not None:
+            if admitted.status is RUNNING:
+                budget -= self._plan_tokens(admitted, self._take_chunk_size(admitted, budget), planned)
+        self._is_full = budget > 0 and len(self.waiting) > 0
+        return total_budget - budget
 
     def _apply_draft_result(self, request: Request, work: WorkItem, result: StepResult, now: float) -> None:
         """Append the sampled tokens of a request with a draft, up to the one that ends it, as if sampled one by one."""
@@ -278,15 +309,10 @@ class Scheduler:
         planned[request.id] = count
         return count
 
-    def _chunk_budget(self, planned: int, chunks: list[Request]) -> int:
-        """Return how many prompt tokens may be planned in addition to `planned` tokens of decoding requests."""
-        prompts = [*chunks, self.waiting.first_unblocked()]
-        left = max_prompt_tokens(self.config.max_batch_tokens, planned, self.plan_share, prompts)
-        if self._prompt_pacer is None:
-            return left
-        first = prompts[0]
-        waited = self.clock.now() - first.arrival if first is not None and first.first_token_at is None else 0.0
-        allowed = self._prompt_pacer.prompt_token_budget(planned, waited)
+    def _chunk_budget(self, decoded: int, prompts: PromptBacklog) -> int:
+        """Return how many prompt tokens may be planned in addition to `decoded` tokens of decoding requests."""
+        left = max_prompt_tokens(self.config.max_batch_tokens, decoded, self.plan_share, prompts)
+        allowed = self._pacing.max_prompt_tokens(decoded, prompts.waited_seconds)
         return left if allowed is None else min(left, allowed)
 
     def _preempt_until_fits(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
