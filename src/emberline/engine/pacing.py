@@ -34,10 +34,11 @@ TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, sinc
 
 # Prompt bursts. The values are those with the best first tokens of an open loop of long prompts near the limit of an
 # H200, of all that kept nine of ten tokens at the speed of steps without prompts (docs/log.md).
-STREAM_TOKENS_PER_LATE_TOKEN = 9.5  # fewer than ten: streams also have phases without prompts
+STREAM_TOKENS_PER_LATE_TOKEN = 10.2
+MAX_SAVED_LATE_TOKENS = 1000  # that are saved while no prompts come, for a burst of them
 ON_TIME_STEP_SECONDS = 0.016  # a step of this length delays no token noticeably
 ON_TIME_BASE_STEPS = 1.5  # nor does one of this many times the length of a step without prompts
-BURST_STEP_SECONDS = 0.046  # of a step in a burst: a new prompt waits for the steps that are already planned
+BURST_STEP_SECONDS = 0.055  # at most, of a step in a burst: a new prompt waits for the steps that are planned
 BURST_STEP_BASE_STEPS = 3  # of this many steps without prompts, if that is longer: each reads all weights once
 MAX_BURST_SECONDS = 0.35
 MAX_PROMPT_WAIT_SECONDS = 0.5  # a prompt that has waited this long starts a burst although streams had one just now
@@ -152,7 +153,7 @@ class PromptBursts:
 
     def __init__(self) -> None:
         self._costs = StepTimeEstimate()
-        self._late_tokens = float(MAX_LATE_TOKENS)  # that streams may have
+        self._late_tokens = float(MAX_SAVED_LATE_TOKENS)  # that streams may have
         self._burst_seconds = 0.0  # of the prompts planned in this burst; 0: no burst
         self._late_streams = 0  # that this burst has delayed so far
         # Of the step being planned:
@@ -174,10 +175,14 @@ class PromptBursts:
         return not self._ends_burst
 
     def _choose_burst_step_tokens(self, first: Request | None) -> int:
-        """Return the prompt tokens of a step. It ends with the first prompt, whose token need not wait for others."""
+        """Return the prompt tokens of a step of a burst: a power of two, since matrix products waste least then.
+
+        A long step ends with the first prompt, whose token need not wait for others."""
         seconds = max(BURST_STEP_SECONDS, BURST_STEP_BASE_STEPS * self._costs.base_seconds)
-        most = self._costs.prompt_tokens_within(self._streams, seconds)
-        return most if first is None else min(most, max(first.num_schedulable, most // 2))
+        most = 1 << (int(seconds / self._costs.seconds_per_token).bit_length() - 1)
+        if first is not None and most // 2 <= first.num_schedulable < most:
+            return first.num_schedulable
+        return max(most, MIN_PROMPT_TOKENS)
 
     def _may_delay_streams(self, prompts: PromptBacklog) -> bool:
         is_paid = self._burst_seconds > 0 or self._late_tokens >= self._streams
@@ -203,7 +208,7 @@ class PromptBursts:
     def _save_late_tokens(self) -> None:
         """Count the tokens that streams get in this step."""
         saved = self._late_tokens + self._streams / STREAM_TOKENS_PER_LATE_TOKEN
-        self._late_tokens = min(saved, max(MAX_LATE_TOKENS, self._streams))
+        self._late_tokens = min(saved, max(MAX_SAVED_LATE_TOKENS, self._streams))
 
     def record_step_time(self, prompt_tokens: int, seconds: float) -> None:
         self._costs.record(prompt_tokens, seconds)
