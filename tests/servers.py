@@ -29,8 +29,9 @@ def start_server(
     """`emberline serve` as a user runs it, on a port of its own, ready to answer."""
     port = free_port()
     command = [sys.executable, *program, "serve", "--port", str(port), *arguments]
+    python_path = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(SRC)})
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": python_path})
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
