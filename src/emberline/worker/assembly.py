@@ -16,7 +16,7 @@ from emberline.core.errors import DownloadError, UnsupportedModel
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.grammar_guard import GrammarTrialProcess
 from emberline.engine.messages import LoadedModelInfo
 from emberline.hub.source import resolve_model
 from emberline.server.metrics import ModelMetrics
@@ -30,12 +30,15 @@ from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
+from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.output_styles import select_output_styles
 from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
 
 log = logging.getLogger("emberline.server")
+
+GRAMMAR_TRIAL_PROCESSES = 2  # one tenant uses one of them at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class AssembledServer:
         if self.response_store is not None:
             self.response_store.close()
         for model in self.catalog:
-            model.guard.close()
+            model.close()
         if self.embedding_model is not None:
             self.embedding_model.stop()
 
@@ -136,7 +139,9 @@ def _assemble_model(
     model_config = read_object_if_exists(tokenizer_and_template.directory / "config.json")
     styles = select_output_styles(config, name, sources, str(model_config.get("model_type", "")))
     tokenizer_file = tokenizer_and_template.directory / "tokenizer.json"
-    guard = GrammarGuard(tokenizer_file, info.vocab_size, info.eos)
+    grammar_checker = GrammarChecker(
+        [GrammarTrialProcess(tokenizer_file, info.vocab_size, info.eos) for _ in range(GRAMMAR_TRIAL_PROCESSES)]
+    )
     metrics = ModelMetrics(name)
     generator = Generator(
         engine,
@@ -147,7 +152,7 @@ def _assemble_model(
             info.max_context,
             config.reasoning_style,
         ),
-        guard,
+        grammar_checker,
         metrics,
         served_name=name,
         tool_style=styles.tool_style,
@@ -163,7 +168,7 @@ def _assemble_model(
     defaults = load_sampling_defaults(tokenizer_and_template.directory, config.generation_config)
     if defaults:
         log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
-    return LoadedModel(name, generator, guard, metrics, fingerprint, defaults)
+    return LoadedModel(name, generator, grammar_checker, metrics, fingerprint, defaults)
 
 
 def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
 from emberline.api.call import EmbeddingCall
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from emberline.core.fair_threads import FairThreads
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.engine.embedder import EmbedderProcess
 from emberline.tokens.tokenizer import Tokenizer
@@ -23,6 +23,8 @@ class EmbeddingModel:
         self.max_tokens = int(longest or config.get("max_position_embeddings", 512))
         self._tokenizer = Tokenizer.load(directory)
         self._process = EmbedderProcess(directory, threads)
+        self._tokenizer_threads = FairThreads("texts for embeddings", 2)
+        self._threads = FairThreads("embeddings", 1)  # the process handles one call at a time
 
     async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
         """Return a vector with a norm of 1 for each input, and the number of tokens of all inputs.
@@ -38,8 +40,9 @@ class EmbeddingModel:
         if call.dimensions is not None and not 1 <= call.dimensions <= self.dim:
             what = f"dimensions is {call.dimensions}; it must be in [1, {self.dim}]"
             raise InvalidRequest(what, param="dimensions")
+        tenant = call.common.tenant
         texts = [text for text in call.inputs if isinstance(text, str)]
-        encoded = iter(await asyncio.to_thread(self._tokenizer.encode_batch, texts))
+        encoded = iter(await self._tokenizer_threads.run(tenant, self._tokenizer.encode_batch, texts))
         ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
         for i, tokens in enumerate(ids):
             if len(tokens) > self.max_tokens:
@@ -48,12 +51,14 @@ class EmbeddingModel:
                     param="input",
                     hint="shorten the text",
                 )
-        vectors: Sequence[array[float]] = await asyncio.to_thread(self._process.embed, ids)
+        vectors: Sequence[array[float]] = await self._threads.run(tenant, self._process.embed, ids)
         if call.dimensions is not None and call.dimensions < self.dim:
             vectors = [_normalize(vector[: call.dimensions]) for vector in vectors]
         return vectors, sum(len(tokens) for tokens in ids)
 
     def stop(self) -> None:
+        self._tokenizer_threads.close()
+        self._threads.close()
         self._process.stop()
 
 

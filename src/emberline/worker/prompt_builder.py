@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from emberline.api import tools
 from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool
@@ -15,16 +14,21 @@ from emberline.api.reasoning import ReasoningStyle, select_reasoning_style
 from emberline.api.template_settings import find_ignored_settings
 from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.core.fair_threads import FairThreads
 from emberline.core.params import SamplingParams
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.call_form import PROBE_TOOL, CallForm, find_call_form
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
-LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG_TEXT_CHARS = 8_000  # longer texts are tokenized in a thread; some of this length take 7 ms
 END_MARKER = "\ue0f1\ue0f2"  # private-use characters, which no template writes
 MANY_MESSAGES = 100  # more are rendered in a thread
 MANY_TOOLS = 20  # more are rendered in a thread
+PROMPT_THREADS = 4
 
 
 class PromptBuilder:
@@ -38,6 +42,7 @@ class PromptBuilder:
     ) -> None:
         self.tokenizer = tokenizer
         self.max_context = max_context
+        self._threads = FairThreads("long prompts", PROMPT_THREADS)
         self._template = template
         self._style = tool_style
         sources = list(template.sources.values()) if template is not None else []
@@ -45,6 +50,9 @@ class PromptBuilder:
         self._reasoning = select_reasoning_style("".join(sources), reasoning_style)
         # Empty if no marker ends the reasoning.
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
+
+    def close(self) -> None:
+        self._threads.close()
 
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
         """Call `render` and return the prompt's text. A long prompt is rendered in a thread.
@@ -62,7 +70,9 @@ class PromptBuilder:
             or len(call.tools) > MANY_TOOLS
             or any(len(message.get("content") or "") > LONG_TEXT_CHARS for message in call.messages)
         )
-        return await asyncio.to_thread(self.render, call, created) if is_long else self.render(call, created)
+        if not is_long:
+            return self.render(call, created)
+        return await self.run_in_thread(call.common.tenant, self.render, call, created)
 
     def render(self, call: ChatCall, created: int | None = None) -> str:
         """Return the prompt's text: the messages and tools, rendered with the model's chat template.
@@ -123,7 +133,8 @@ class PromptBuilder:
         shown = _callable_tools(call)
         return tools.to_template_tools(shown) if shown and self._supports_tools else None
 
-    async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
+    async def encode(self, text: str | list[int], tenant: str, *, add_special: bool, param: str) -> list[int]:
+        """Return the tokens of the text. Long texts of different tenants take turns."""
         if isinstance(text, list):
             return text
         if len(text) > self.max_context * MAX_CHARS_PER_TOKEN:
@@ -132,9 +143,16 @@ class PromptBuilder:
                 param=param,
                 hint=f"shorten {param}",
             )
-        if len(text) < LONG_TEXT_CHARS:
-            return self.tokenizer.encode(text, add_special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
+        return (await self._encode_all([text], tenant, add_special))[0]
+
+    async def _encode_all(self, texts: Sequence[str], tenant: str, add_special: bool) -> list[list[int]]:
+        if sum(map(len, texts)) < LONG_TEXT_CHARS:
+            return self.tokenizer.encode_batch(texts, add_special)
+        return await self.run_in_thread(tenant, self.tokenizer.encode_batch, texts, add_special)
+
+    async def run_in_thread(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work on a long prompt in the threads that the tenants share fairly."""
+        return await self._threads.run(tenant, function, *args, **kwargs)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.token_text(i) for i in ids]
@@ -146,7 +164,7 @@ class PromptBuilder:
         num_kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
         return ids[:num_kept] if call.keeps_first_tokens or not num_kept else ids[-num_kept:]
 
-    def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
+    async def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
         """Return the call's sampling parameters, with its bad words converted to sequences of token ids.
 
         Each word is added with and without a leading space. Raises InvalidRequest if `allowed_token_ids` has an id
@@ -157,11 +175,11 @@ class PromptBuilder:
             wrong = max(call.params.allowed_token_ids)
             what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
             raise InvalidRequest(what, param=param, hint="POST /tokenize returns the ids of a text")
-        words: dict[tuple[int, ...], None] = {}
-        for word in call.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                if ids := self.tokenizer.encode(text, add_special=False):
-                    words[tuple(ids)] = None
+        if not call.bad_words:
+            return call.params
+        texts = [text for word in call.bad_words for text in (word.lstrip(), " " + word.lstrip())]
+        encoded = await self._encode_all(texts, call.common.tenant, add_special=False)
+        words = dict.fromkeys(tuple(ids) for ids in encoded if ids)
         return replace(call.params, bad_words=tuple(words)) if words else call.params
 
     def check_length(self, ids: Sequence[int], param: str) -> None:
