@@ -340,6 +340,9 @@ def test_full_queue_accepts_the_second_part() -> None:
         await anext(first)
         others = [harness.deltas(12) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in others]
+        async with asyncio.timeout(60):
+            while not (len(harness.engine.submissions) == 2 and any(task.done() for task in waiting)):
+                await asyncio.sleep(0)
         deltas = [delta async for delta in first]
         assert isinstance(deltas[-1], UsageUpdate) and text(deltas) == ANSWER.strip()
         results = await asyncio.gather(*waiting, return_exceptions=True)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from queue import LifoQueue
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from emberline.core.errors import EngineUnavailable, Overloaded
 
@@ -24,6 +25,7 @@ MAX_WAITING = 4096
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,3 +135,39 @@ class FairThreads:
             calls.remove(call)
             if not calls:
                 del self._waiting[call.tenant]
+
+
+class FairWorkers(Generic[W]):
+    """Workers, such as child processes, of which each makes one call at a time, in FairThreads.
+
+    An idle worker that was used last is used next, so the others are rarely started."""
+
+    def __init__(
+        self,
+        work: str,
+        workers: Sequence[W],
+        *,
+        max_waiting_per_tenant: int = MAX_WAITING_PER_TENANT,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._threads = FairThreads(
+            work, len(workers), max_waiting_per_tenant=max_waiting_per_tenant, max_waiting=max_waiting
+        )
+        self._idle: LifoQueue[W] = LifoQueue()
+        for worker in reversed(workers):
+            self._idle.put(worker)
+
+    async def run(self, tenant: str, function: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function(worker, *args, **kwargs)` with an idle worker. Raises the errors of FairThreads.run."""
+
+        def call() -> T:
+            worker = self._idle.get()
+            try:
+                return function(worker, *args, **kwargs)
+            finally:
+                self._idle.put(worker)
+
+        return await self._threads.run(tenant, call)
+
+    def close(self) -> None:
+        self._threads.close()

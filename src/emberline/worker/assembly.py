@@ -24,6 +24,7 @@ from emberline.server.pages import StaticPage, load_pages
 from emberline.server.tracing import RequestTracing
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
+from emberline.tokens.template_process import TemplateProcess
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker import protocols
 from emberline.worker.catalog import LoadedModel, ModelCatalog
@@ -38,6 +39,7 @@ from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_samp
 
 log = logging.getLogger("emberline.server")
 
+TEMPLATE_PROCESSES = 2  # of each model; one tenant uses one of them at most
 GRAMMAR_TRIAL_PROCESSES = 2  # one tenant uses one of them at most
 
 
@@ -57,18 +59,24 @@ class TokenizerAndTemplate:
     directory: Path
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    template_processes: tuple[TemplateProcess, ...]
 
 
 def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedResources:
     protocols.warm_up_protocols()
-    models = {
-        name: TokenizerAndTemplate(directory, Tokenizer.load(directory), _load_template(directory, config))
-        for name, directory in directories.items()
-    }
+    models = {name: _load_tokenizer_and_template(directory, config) for name, directory in directories.items()}
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
     build_document(__version__)  # takes 50 ms; EngineApp uses it later
     return PreloadedResources(models, _load_embedding_model(config.embedder), load_pages())
+
+
+def _load_tokenizer_and_template(directory: Path, config: ServerConfig) -> TokenizerAndTemplate:
+    template = _load_template(directory, config)
+    processes = () if template is None else tuple(TemplateProcess(template) for _ in range(TEMPLATE_PROCESSES))
+    if processes:
+        processes[0].start()
+    return TokenizerAndTemplate(directory, Tokenizer.load(directory), template, processes)
 
 
 def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
@@ -151,6 +159,7 @@ def _assemble_model(
             styles.tool_style,
             info.max_context,
             config.reasoning_style,
+            tokenizer_and_template.template_processes,
         ),
         grammar_checker,
         metrics,

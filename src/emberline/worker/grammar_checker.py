@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import LifoQueue
 
-from emberline.core.fair_threads import FairThreads
+from emberline.core.fair_threads import FairWorkers
 from emberline.core.params import GrammarSpec
 from emberline.engine.grammar_guard import GrammarTrialProcess, GrammarVerdict, GrammarVerdictCache
 
@@ -26,12 +25,9 @@ class GrammarChecker:
 
     def __init__(self, processes: Sequence[GrammarTrialProcess]) -> None:
         self._processes = processes
-        self._idle: LifoQueue[GrammarTrialProcess] = LifoQueue()  # so that the second process is rarely started
-        for process in reversed(processes):
-            self._idle.put(process)
-        self._threads = FairThreads(
+        self._workers = FairWorkers(
             "grammar checks",
-            len(processes),
+            processes,
             max_waiting_per_tenant=MAX_WAITING_PER_TENANT,
             max_waiting=MAX_WAITING,
         )
@@ -48,7 +44,7 @@ class GrammarChecker:
         verdict.raise_error(param)
 
     def close(self) -> None:
-        self._threads.close()
+        self._workers.close()
         for process in self._processes:
             process.close()
 
@@ -58,7 +54,7 @@ class GrammarChecker:
         A trial that no request waits for any more is cancelled."""
         key = (tenant, grammar)
         if (trial := self._trials.get(key)) is None:
-            task = asyncio.ensure_future(self._threads.run(tenant, self._run_trial, grammar))
+            task = asyncio.ensure_future(self._workers.run(tenant, lambda process: process.run(grammar)))
             trial = self._trials[key] = _Trial(task)
         trial.num_requests += 1
         try:
@@ -70,10 +66,3 @@ class GrammarChecker:
                 self._trials.pop(key, None)
         self._verdicts.add(grammar, verdict)
         return verdict
-
-    def _run_trial(self, grammar: GrammarSpec) -> GrammarVerdict:
-        process = self._idle.get()
-        try:
-            return process.run(grammar)
-        finally:
-            self._idle.put(process)
