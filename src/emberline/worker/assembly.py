@@ -35,7 +35,7 @@ from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.output_styles import select_output_styles
 from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.response_store import ResponseStore
-from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
+from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults, with_default_max_tokens
 
 log = logging.getLogger("emberline.server")
 
@@ -177,6 +177,7 @@ def _assemble_model(
     defaults = load_sampling_defaults(tokenizer_and_template.directory, config.generation_config)
     if defaults:
         log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
+    defaults = with_default_max_tokens(defaults, config.default_max_tokens, reasons=styles.reasoning is not None)
     return LoadedModel(name, generator, grammar_checker, metrics, fingerprint, defaults)
 
 
