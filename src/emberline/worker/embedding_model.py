@@ -12,6 +12,7 @@ from emberline.core.fair_threads import FairThreads
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.engine.embedder import EmbedderProcess
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
 
 class EmbeddingModel:
@@ -41,6 +42,14 @@ class EmbeddingModel:
             what = f"dimensions is {call.dimensions}; it must be in [1, {self.dim}]"
             raise InvalidRequest(what, param="dimensions")
         tenant = call.common.tenant
+        max_chars = self.max_tokens * MAX_CHARS_PER_TOKEN
+        for i, text in enumerate(call.inputs):
+            if isinstance(text, str) and len(text) > max_chars:
+                raise ContextLengthExceeded(
+                    f"input[{i}] has {len(text)} characters; the limit of the model is {self.max_tokens} tokens",
+                    param="input",
+                    hint="shorten the text",
+                )
         texts = [text for text in call.inputs if isinstance(text, str)]
         encoded = iter(await self._tokenizer_threads.run(tenant, self._tokenizer.encode_batch, texts))
         ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
