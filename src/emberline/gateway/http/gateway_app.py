@@ -15,7 +15,7 @@ from emberline.api.openai import models
 from emberline.core.errors import EmberlineError, InvalidRequest, ShuttingDown, Unauthorized
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import AdminAPI
-from emberline.gateway.core.paths import is_native_path, parse_models_path
+from emberline.gateway.core.paths import accepts_any_content_type, parse_models_path
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.error_replies import error_event
 from emberline.gateway.gateway import Gateway, InboundRequest
@@ -271,7 +271,7 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
         return
     if RunHandler.handles_path(path) and kind.startswith("text/plain") and exchange.header("authorization"):
         return  # JavaScript's fetch() sends strings so; another site cannot add `authorization` without CORS
-    if not is_native_path(path) or body.lstrip()[:1] in (b"{", b"["):
+    if not accepts_any_content_type(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
 
 

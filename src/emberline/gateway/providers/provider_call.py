@@ -14,8 +14,10 @@ from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.offload import offload
 from emberline.gateway.core.assistant_prefill import prefill_fields
+from emberline.gateway.core.forms import is_form, replace_form_model
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.core.request_body import read_body_fields, replace_fields
+from emberline.gateway.core.unified_endpoints import find_unified_endpoint
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS, StreamTranslator, translate_reply, translate_request
@@ -142,9 +144,12 @@ def choose_dialect(call: GatewayRequest, provider: Provider) -> ChatDialect | No
 def _build_without_translation(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderCall:
     changes: dict[str, Any] = {}
     hide_usage = False
-    if call.body and (call.is_dialect_endpoint or (call.stream and call.dialect == "openai-chat")):
+    if is_form(call.headers.get("content-type", "")) and call.is_dialect_endpoint:
+        call = _replace_form_model(call)
+    elif call.body and (call.is_dialect_endpoint or (call.stream and call.dialect == "openai-chat")):
         body_fields = call.body_fields or read_body_fields(call.body)
-        if call.is_dialect_endpoint and call.dialect != "gemini" and body_fields.model != call.model:
+        names_model = call.dialect != "gemini" and bool(call.model)
+        if call.is_dialect_endpoint and names_model and body_fields.model != call.model:
             changes["model"] = call.model
         if (
             call.dialect == "openai-chat"
@@ -180,9 +185,17 @@ def _build_request(call: GatewayRequest, provider: Provider, key: str | None) ->
         raise
 
 
+def _replace_form_model(call: GatewayRequest) -> GatewayRequest:
+    if not call.model:
+        return call
+    return call.with_changes(body=replace_form_model(call.body, call.headers["content-type"], call.model))
+
+
 def _provider_endpoint(call: GatewayRequest, provider: Provider) -> str:
     if call.dialect == "raw":
-        return provider.prefix + call.endpoint
+        unified = find_unified_endpoint(call.endpoint)
+        assert unified is not None
+        return provider.unified_path(call.endpoint, unified.family, call.model)
     return provider.endpoint_for(call.dialect, call.model, call.stream)
 
 

@@ -14,6 +14,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, is_trusted_url, report_change
+from emberline.gateway.providers.inference_paths import InferencePaths, without_model_name
 from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
@@ -48,6 +49,9 @@ class Replicate(Provider):
     slug = "replicate"
     base_url = "https://api.replicate.com/v1"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "models/{model}/predictions"}
+    inference_paths = InferencePaths(
+        ("models/{model...}/predictions", *without_model_name("predictions", "deployments/{}/{}/predictions"))
+    )
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         return "raw"

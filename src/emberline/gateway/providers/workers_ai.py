@@ -9,6 +9,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.paths import DEFAULT_NAME
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
@@ -27,15 +28,17 @@ class WorkersAI(Provider):
         "openai-responses": "v1/responses",
         "openai-embeddings": "v1/embeddings",
     }
+    inference_paths = InferencePaths((*(f"v1/{endpoint}" for endpoint in OPENAI_INFERENCE), "run/{model...}"))
     max_tokens_field = "max_tokens"
 
     def model_from_path(self, endpoint: str) -> str:
         return "" if endpoint.startswith("v1/") else endpoint.removeprefix("run/")
 
+    def normalize_endpoint(self, endpoint: str) -> str:
+        return endpoint if endpoint.startswith(("v1/", "run/")) else f"run/{endpoint}"
+
     def build_url(self, endpoint: str, query: str) -> str:
-        if not endpoint.startswith(("v1/", "run/")):
-            endpoint = f"run/{endpoint}"
-        return super().build_url(endpoint, query)
+        return super().build_url(self.normalize_endpoint(endpoint), query)
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         request = super().build_request(call, key)
