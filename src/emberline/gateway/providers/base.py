@@ -180,7 +180,12 @@ class Provider:
                 headers.pop(name, None)
             self.set_auth_headers(headers, key)
         return ProviderRequest(
-            call.method, self.build_url(call.endpoint, call.query), headers, call.body, self.public_only
+            call.method,
+            self.build_url(call.endpoint, call.query),
+            headers,
+            call.body,
+            self.public_only,
+            call.settings.timeouts.connect,
         )
 
     async def send(

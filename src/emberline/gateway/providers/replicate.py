@@ -98,8 +98,8 @@ class Replicate(Provider):
                 break
             await asyncio.sleep(interval)
             url = f"{self._base_url}/predictions/{quote(prediction.id, safe='')}"
-            poll_request = ProviderRequest(
-                "GET", url, _headers_without_content_type(request.headers), b"", request.public_only
+            poll_request = msgspec.structs.replace(
+                request, method="GET", url=url, headers=_headers_without_content_type(request.headers), body=b""
             )
             reply = await self._fetch_reply(poll_request, upstream, deadline - loop.time())
             if reply.status >= 400:
@@ -132,7 +132,7 @@ class Replicate(Provider):
             "accept": "text/event-stream",
             "cache-control": "no-store",
         }
-        return ProviderRequest("GET", url, headers, b"", request.public_only, request.decoder)
+        return msgspec.structs.replace(request, method="GET", url=url, headers=headers, body=b"")
 
 
 def _headers_without_content_type(headers: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import msgspec
+
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.paths import DEFAULT_NAME
 from emberline.gateway.core.request import Dialect, GatewayRequest
@@ -49,10 +51,4 @@ class WorkersAI(Provider):
                 "the Cloudflare account of workers-ai is not set",
                 hint="name it in the path, or in the provider's base_url: .../client/v4/accounts/ACCOUNT/ai",
             )
-        return ProviderRequest(
-            request.method,
-            request.url.replace("{account}", call.account, 1),
-            request.headers,
-            request.body,
-            request.public_only,
-        )
+        return msgspec.structs.replace(request, url=request.url.replace("{account}", call.account, 1))
