@@ -21,7 +21,6 @@ from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.core.options import RequestOptions
 from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget, parse_path
 from emberline.gateway.core.request import (
-    VIRTUAL_PROVIDERS,
     Dialect,
     GatewayReply,
     GatewayRequest,
@@ -30,7 +29,7 @@ from emberline.gateway.core.request import (
 )
 from emberline.gateway.core.request_body import BodyFields, read_body_fields
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.core.unified_endpoints import COUNT_TOKENS_ENDPOINT, PROVIDER_HEADER
+from emberline.gateway.core.unified_endpoints import PROVIDER_HEADER
 from emberline.gateway.error_replies import error_reply
 from emberline.gateway.keys.key_store import is_gateway_key
 from emberline.gateway.logs.request_ids import RequestIDGenerator
@@ -158,7 +157,9 @@ class Gateway:
             options = replace(options, skip_cache=True)
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
-        received = _headers_with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
+        received = (
+            headers_with_query_key(inbound.headers, inbound.query) if target.dialect == "gemini" else inbound.headers
+        )
         identity, headers = await self._identify_and_strip_keys(target, received)
         request = GatewayRequest(
             id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
@@ -277,8 +278,6 @@ class Gateway:
                     )
                 else:
                     request.provider = request.headers.get(PROVIDER_HEADER) or request.settings.default_provider
-                if target.endpoint == COUNT_TOKENS_ENDPOINT:
-                    self._check_can_count_tokens(request)
 
     def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
         """Set the model and the stream flag from Gemini's path.
@@ -292,23 +291,6 @@ class Gateway:
                 hint="add ?alt=sse to the URL",
             )
         request.model, request.stream, request.query = target.model, target.stream, ""
-
-    def _check_can_count_tokens(self, request: GatewayRequest) -> None:
-        """Raise InvalidRequest unless the provider uses Anthropic's protocol.
-
-        It is the only protocol with the endpoint count_tokens.
-        """
-        if request.provider not in VIRTUAL_PROVIDERS:
-            provider = self._registry.find_provider(request.provider, request.settings)
-            if provider.supports("anthropic", request.model):
-                return
-        raise InvalidRequest(
-            f"count_tokens is not available for {request.provider}/{request.model}: the provider has no such endpoint"[
-                :300
-            ],
-            param="model",
-            hint="use a model of Anthropic or of the engine, or read `usage` in a reply",
-        )
 
     def _set_first_step(self, request: GatewayRequest, first_step: RequestStep, *, is_only_step: bool) -> None:
         """Set the request's provider, model and endpoint to those of its first step.
@@ -336,10 +318,10 @@ class Gateway:
         request.max_output, request.choice_count = fields.max_output, fields.choice_count
 
 
-def _headers_with_query_key(inbound: InboundRequest) -> dict[str, str]:
+def headers_with_query_key(headers: dict[str, str], query: str) -> dict[str, str]:
     """Return the headers. Add the key that Gemini's clients may send as the query parameter `key`."""
-    key = dict(parse_qsl(inbound.query)).get("key")
-    return {**inbound.headers, "x-goog-api-key": key} if key else inbound.headers
+    key = dict(parse_qsl(query)).get("key")
+    return {**headers, "x-goog-api-key": key} if key else headers
 
 
 def _strip_bearer_prefix(credential: str) -> str:

@@ -22,7 +22,13 @@ DEFAULT_NAME = "default"
 MAX_DECODINGS = 4  # levels of percent-encoding within percent-encoding
 ARN_PROVIDER = "aws-bedrock"  # its clients name models by ARNs with encoded slashes
 
-GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # action -> whether it streams
+GEMINI_ACTIONS = {  # action -> whether it streams
+    ":generateContent": False,
+    ":streamGenerateContent": True,
+    ":countTokens": False,
+    ":embedContent": False,
+    ":batchEmbedContents": False,
+}
 
 
 class RequestTarget(msgspec.Struct, frozen=True):
@@ -95,7 +101,7 @@ def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
     The name is empty if the path lists all models.
     """
     match path.strip("/").split("/"):
-        case ["v1", "models", *name]:
+        case ["v1" | "v1beta", "models", *name]:
             return RequestTarget("plain"), "/".join(name)
         case ["client", "v4", "accounts", account, "ai", "v1", "models", *name]:
             return RequestTarget("plain", account), "/".join(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.fakes.foreign_dialects import make_reply
+from emberline.gateway.fakes.foreign_dialects import make_count_or_embeddings, make_reply
 from emberline.gateway.fakes.openai_account import FakeOpenAIAccount
 from emberline.gateway.fakes.reply import FakeReply
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -167,6 +167,9 @@ class FakeProvider:
         kind = request.headers.get("content-type", "")
         if not fault and (found := self.account.answer(request.method, request.path, request.body, kind)) is not None:
             await _send_response(writer, found.status, found.content_type, found.body)
+            return True
+        if not fault and (fields := make_count_or_embeddings(request.path, request.json)) is not None:
+            await _send_response(writer, 200, "application/json", msgspec.json.encode(fields))
             return True
         reply = make_reply(request.path, request.headers.get("host", ""), request.json, self.words)
         reply.set_text(self.text)

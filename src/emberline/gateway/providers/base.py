@@ -81,6 +81,7 @@ class Provider:
     max_tokens_field: ClassVar[str] = "max_completion_tokens"  # chat field; older APIs know only max_tokens
     inference_paths: ClassVar[InferencePaths] = InferencePaths(())  # as `normalize_endpoint` returns them
     realtime_paths: ClassVar[InferencePaths] = InferencePaths(())  # the same for WebSockets
+    is_gemini_api: ClassVar[bool] = False  # Google's Gemini API, whose embeddings and counts differ from Vertex AI's
     unified_families: ClassVar[frozenset[str]] = TEXT  # unified endpoints without a dialect that it has
 
     def __init__(

@@ -67,6 +67,7 @@ class GoogleAIStudio(GeminiProvider):
         "gemini": "v1beta/models/{model}",
         "openai-embeddings": "v1beta/openai/embeddings",
     }
+    is_gemini_api = True
     unified_families = frozenset({"images/generations"})
     inference_paths = InferencePaths(
         (

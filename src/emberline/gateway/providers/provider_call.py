@@ -6,6 +6,7 @@ that requests a stream's usage are replaced.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS, StreamTranslator, translate_reply, translate_request
 from emberline.gateway.providers.base import CHANGED_HEADER, Provider
+from emberline.gateway.providers.converted_request import FORWARDED_HEADERS, JSON_CONTENT_TYPE, ConvertedRequest
+from emberline.gateway.providers.gemini_embeddings import build_embedding_request, is_embedding_call
+from emberline.gateway.providers.token_counts import build_count_request, client_dialect
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.wire.deltas import ChatDialect
@@ -29,8 +33,6 @@ from emberline.wire.reply_context import ReplyContext
 
 # The wire formats that can be translated into each other, in order of preference.
 CHAT_DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")
-FORWARDED_HEADERS = ("content-type", "accept", "user-agent")  # kept when the request is translated
-JSON_CONTENT_TYPE = "application/json"
 MAX_HEADER_CHARACTERS = 2000  # of a header value that safe_header() returns
 
 
@@ -69,6 +71,18 @@ class ProviderCall(msgspec.Struct, frozen=True):
         )
 
 
+class ConvertedCall(ProviderCall, frozen=True, kw_only=True):
+    """A call to an endpoint that generates no text. Its reply is not streamed."""
+
+    convert: Callable[[bytes], bytes]
+
+    def convert_reply(self, body: bytes) -> tuple[bytes, str]:
+        return self.convert(body), ""
+
+    async def convert_reply_offloaded(self, body: bytes) -> tuple[bytes, str]:
+        return await offload.run(len(body), self.convert, body), ""
+
+
 def _translate_reply(
     body: bytes, source: ChatDialect, target: ChatDialect, context: ReplyContext | None
 ) -> tuple[bytes, str]:
@@ -101,6 +115,10 @@ def build_provider_call(
     The body is translated if the provider needs a different wire format. `max_output` is the model's limit on output
     tokens from the catalogue; `created_s` is the Unix time in seconds.
     """
+    if (count_dialect := client_dialect(call)) is not None:
+        return _build_converted(build_count_request(call, count_dialect, provider, max_output), provider, key)
+    if is_embedding_call(call):
+        return _build_converted(build_embedding_request(call, provider), provider, key)
     if provider.supports(call.dialect, call.model):
         return _build_without_translation(call, provider, key)
     source, target = _choose_dialects(call, provider)
@@ -118,6 +136,11 @@ def build_provider_call(
     return ProviderCall(
         provider_call.request, provider_call.dialect, hide_usage=False, client_dialect=source, reply_context=context
     )
+
+
+def _build_converted(converted: ConvertedRequest, provider: Provider, key: str | None) -> ConvertedCall:
+    request = _build_request(converted.call, provider, key)
+    return ConvertedCall(request, converted.reply_dialect, convert=converted.convert)
 
 
 def _choose_dialects(call: GatewayRequest, provider: Provider) -> tuple[ChatDialect, ChatDialect]:
