@@ -26,6 +26,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
         return {
             "openai": versioned,
             "groq": versioned,
+            "openrouter": versioned,
             "mistral": versioned,
             **dict.fromkeys(slugs, keyed),
             "azure-openai": keyed,
@@ -255,6 +256,17 @@ def test_model_of_an_inference_endpoint_is_checked(gateway: LocalGateway, keys: 
     assert gateway.fakes["fake"].count == 0
     for path in ("openai/chat/completions", "google-ai-studio/v1beta/models/gpt-small:generateContent"):
         assert gateway.post(f"{BASE}/{path}", ALLOWED, keys["limited"])[0] == 200, path
+
+
+def test_further_models_of_openrouter_are_checked(gateway: LocalGateway, keys: dict[str, dict[str, str]]) -> None:
+    headers = keys["limited"]
+    for models, status in ((["gpt-large"], 403), (["gpt-small", "gpt-large"], 403), (["gpt-small"], 200)):
+        body = {**ALLOWED, "models": models}
+        step = {"provider": "openrouter", "endpoint": "v1/chat/completions", "query": body}
+        assert gateway.post(f"{BASE}/openrouter/v1/chat/completions", body, headers)[0] == status
+        assert gateway.post(BASE, [step], headers)[0] == status
+        unified = {**body, "model": "openrouter/gpt-small"}
+        assert gateway.post("/v1/chat/completions", unified, headers)[0] == status
 
 
 def test_tokens_and_own_provider_keys_reach_every_path(gateway: LocalGateway, keys: dict[str, dict[str, str]]) -> None:

@@ -18,7 +18,7 @@ ADMIN_KEY = "a-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 
 
-def open_gateway(home: Path) -> LocalGateway:
+def open_gateway(home: Path, **settings: Any) -> LocalGateway:
     def providers(urls: dict[str, str]) -> dict[str, Any]:
         return {
             "openai": {"base_url": urls["openai"] + "/v1", "key": "sk-operator"},
@@ -29,7 +29,8 @@ def open_gateway(home: Path) -> LocalGateway:
         }
 
     process = {"max_body": 1 << 20}
-    return LocalGateway(home, ["openai", "groq"], providers, process, authentication=True, default_provider="openai")
+    settings = {"authentication": True, "default_provider": "openai", **settings}
+    return LocalGateway(home, ["openai", "groq"], providers, process, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,8 @@ def test_conversations(gateway: LocalGateway, alice: openai.OpenAI, bob: openai.
     assert alice.conversations.retrieve(made.id).id == made.id
     more: Any = [{"type": "message", "role": "user", "content": "more"}]
     alice.conversations.items.create(made.id, items=more)
-    assert len(list(alice.conversations.items.list(made.id))) == 2
+    items = list(alice.conversations.items.list(made.id))
+    assert [item.id for item in items] == ["msg_0", "msg_1"], "ids of items stay"
     reply = alice.responses.create(model="openai/gpt-5", input="and?", conversation=made.id)
     assert reply.conversation is not None and reply.conversation.id == made.id
     assert gateway.fakes["openai"].requests[-1].json["conversation"].startswith("conv_fake")
@@ -221,6 +223,9 @@ def test_ids_of_other_callers_do_not_exist(
     headers = {"cf-aig-authorization": f"Bearer {bob.api_key}"}
     for field in ("previous_response_id", "previous\\u005fresponse_id", "conversation"):
         body = f'{{"model": "gpt-5", "input": "x", "{field}": "{raw}"}}'.encode()
+        twice = body[:-1] + b', "previous_response_id": null, "conversation": null}'
+        path = "/v1/default/default/openai/v1/responses/input_tokens"
+        assert gateway.post(path, twice, headers)[0] in (400, 404)
         for path in ("/v1/default/default/openai/responses", "/v1/default/default/openai/v1/responses/input_tokens"):
             assert gateway.post(path, body, headers)[0] == 404, (field, path)
         step = b'[{"provider": "openai", "endpoint": "responses", "query": %b}]' % body
@@ -253,7 +258,24 @@ def test_reading_a_response_costs_nothing(gateway: LocalGateway, alice: openai.O
     made = alice.responses.create(model="openai/gpt-5", input="hi")
     read = alice.responses.with_raw_response.retrieve(made.id)
     record = gateway.record(read.headers["cf-aig-log-id"])
-    assert record.usage is None or record.usage.total == 0
+    assert (record.usage is None or record.usage.total == 0) and record.micros == 0
+
+
+def test_budgets_do_not_stop_requests_without_a_model(tmp_path: Path) -> None:
+    budgets = [{"name": "team", "limit": 1000, "per": "day"}]
+    with open_gateway(tmp_path, budgets=budgets, prices={"openai/gpt-5": {"input": 1, "output": 1}}) as gateway:
+        client = client_of(gateway, new_key(gateway))
+        made = client.responses.create(model="openai/gpt-5", input="hi", max_output_tokens=8)
+        assert client.responses.retrieve(made.id).id == made.id
+        assert client.conversations.create().id
+
+
+def test_provider_header_names_no_pool(gateway: LocalGateway, alice: openai.OpenAI) -> None:
+    for name in ("pool", "dynamic", "compat", "nowhere"):
+        for path in ("/v1/files", "/v1/moderations", "/v1/conversations"):
+            headers = {"authorization": f"Bearer {alice.api_key}", "x-emberline-provider": name}
+            status, _, body = gateway.post(path, {"input": "hi"}, headers)
+            assert status == 404 and b"is unknown or disabled" in body, (name, path, body)
 
 
 def test_ids_survive_a_restart(tmp_path: Path) -> None:

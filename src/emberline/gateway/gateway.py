@@ -278,6 +278,7 @@ class Gateway:
                     )
                 else:
                     request.provider = request.headers.get(PROVIDER_HEADER) or request.settings.default_provider
+                    self._registry.find_provider(request.provider, request.settings)  # not a pool or a route
 
     def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
         """Set the model and the stream flag from Gemini's path.

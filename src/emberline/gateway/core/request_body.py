@@ -20,6 +20,7 @@ class BodyFields(msgspec.Struct):
     """
 
     model: Any = None
+    models: Any = None  # OpenRouter's list of further models
     stream: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from emberline.gateway.core.request import Dialect
+from emberline.gateway.core.request import Dialect, GatewayRequest
 
 # inference: every caller that may use the model. owned: the caller that created the object. operator: tokens only, as
 # the objects of all callers lie in one account of the provider.
@@ -99,3 +99,9 @@ def find_unified_endpoint(endpoint: str) -> UnifiedEndpoint | None:
         if (match := pattern.fullmatch(endpoint)) is not None:
             return msgspec.structs.replace(each, object_id=match["id"])
     return None
+
+
+def runs_model(call: GatewayRequest) -> bool:
+    """Return whether the request may cost tokens. Requests that read or change stored objects do not."""
+    unified = find_unified_endpoint(call.endpoint) if call.is_dialect_endpoint else None
+    return unified is None or unified.access == "inference"

@@ -8,6 +8,7 @@ from emberline.gateway.core.cost import Price, compute_cost
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.core.token_estimate import estimate_input_tokens
+from emberline.gateway.core.unified_endpoints import runs_model
 from emberline.wire.usage import Usage
 
 
@@ -28,6 +29,9 @@ def estimate_request_input_tokens(request: GatewayRequest) -> int:
 
 def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) -> None:
     """Set `reply.micros` to the cost of the reply, or leave it unchanged if the cost is unknown."""
+    if not runs_model(request):
+        reply.micros = 0
+        return
     price = None
     for name in (request.model, reply.model):
         if name and (price := prices.price(request.settings, reply.provider, name)) is not None:

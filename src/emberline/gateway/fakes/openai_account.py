@@ -113,7 +113,7 @@ def _answer_media(endpoint: str, body: bytes, content_type: str) -> AccountReply
         case "moderations":
             return _json_reply({"id": "modr_1", "model": fields.get("model", "omni"), "results": []})
         case "rerank":
-            results = [{"index": i, "relevance_score": 0.5} for i, _ in enumerate(fields["documents"])]
+            results = [{"index": i, "relevance_score": 0.5} for i, _ in enumerate(fields.get("documents", []))]
             return _json_reply({"id": "rerank-1", "model": fields.get("model"), "results": results})
         case "responses/input_tokens":
             return _json_reply({"object": "response.input_tokens", "input_tokens": 11})

@@ -9,6 +9,7 @@ from emberline.core.errors import Unauthorized
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.identity import ALLOW_ALL, allows_model
 from emberline.gateway.core.request import VIRTUAL_PROVIDERS, GatewayReply, GatewayRequest, Handler, Layer
+from emberline.gateway.core.request_body import BodyFields
 from emberline.gateway.core.unified_endpoints import find_unified_endpoint
 from emberline.gateway.keys.provider_keys import uses_caller_credentials
 from emberline.gateway.providers.base import Provider
@@ -85,6 +86,7 @@ def _requests_to_check(call: GatewayRequest) -> list[GatewayRequest]:
             headers=step.headers or {},
             options=step.options or call.options,
             is_dialect_endpoint=step.is_dialect_endpoint,
+            body_fields=step.body_fields,
         )
         for step in call.steps
     ]
@@ -102,11 +104,17 @@ def _check_request(call: GatewayRequest, registry: ProviderRegistry, find_infere
         model = None
     if model is None:
         _check_unlisted_path(call, provider)
-    elif not call.identity.may_use_model(call.provider, model):
+        return
+    for name in (model, *provider.other_models(call.body_fields or BodyFields())):
+        _check_model(call, name)
+
+
+def _check_model(call: GatewayRequest, model: str) -> None:
+    if not call.identity.may_use_model(call.provider, model):
         raise Forbidden(
             f"key {call.identity.name!r} may not use model {call.provider}/{model}"[:300], hint=ALLOW_MODEL_HINT
         )
-    elif not _is_model_allowed(call, call.provider, model):
+    if not _is_model_allowed(call, call.provider, model):
         raise Forbidden(
             f"model {call.provider}/{model} is not allowed by this gateway or by the request's headers"[:300],
             hint="add the model to allowed_models of the gateway, or of the cf-aig-allowed-models header",

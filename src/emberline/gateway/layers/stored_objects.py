@@ -6,6 +6,7 @@ ObjectIds). An id of another caller is answered like one that does not exist.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from emberline.gateway.core.request import (
     ReplyStream,
     RequestStep,
 )
-from emberline.gateway.core.request_body import replace_fields
+from emberline.gateway.core.request_body import check_duplicate_keys, replace_fields
 from emberline.gateway.core.unified_endpoints import UnifiedEndpoint, find_unified_endpoint
 from emberline.gateway.keys.object_ids import ObjectIds, StoredObject
 from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, may_use_every_path
@@ -32,6 +33,7 @@ from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.wire.event_splitter import EventSplitter, read_event_data
 
 OBJECT_FAMILIES = ("responses", "responses/input_tokens", "responses/compact", "conversations")
+_PROVIDER_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")  # becomes part of a path
 NOT_FOUND_HINT = "it was not created with this key on this gateway, or was deleted"
 
 
@@ -47,12 +49,16 @@ class _ReplyObject(msgspec.Struct):
     """The fields of a response or a conversation that are ids of stored objects."""
 
     id: Any = None
+    object: Any = None
     previous_response_id: Any = None
     conversation: Any = None
 
     def ids(self) -> list[str]:
+        if not str(self.object).startswith(("response", "conversation")):
+            return []  # an item of a conversation, or a reply in another format
         conversation = self.conversation.get("id") if isinstance(self.conversation, dict) else self.conversation
-        return [id for id in (self.id, self.previous_response_id, conversation) if id and isinstance(id, str)]
+        found = (self.id, self.previous_response_id, conversation)
+        return [id for id in found if isinstance(id, str) and _PROVIDER_ID.fullmatch(id)]
 
 
 class _ReplyEvent(msgspec.Struct):
@@ -180,10 +186,13 @@ def _check_provider(found: StoredObject, provider: str, param: str) -> None:
 
 
 def read_references(body: bytes) -> _References:
+    """Return the references of a request. Raise InvalidRequest if an object in the body has a field twice."""
     try:
-        return _REFERENCES.decode(body)
+        references = _REFERENCES.decode(body)
     except JSON_DECODE_ERRORS:
         return _References()  # the provider rejects the body
+    check_duplicate_keys(body)
+    return references
 
 
 def _replace_references(body: bytes, changes: dict[str, Any]) -> bytes:

@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.core.request import Dialect, GatewayRequest
+from emberline.gateway.core.request_body import BodyFields
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.gateway.providers.inference_paths import TEXT, InferencePaths
 from emberline.gateway.upstream.client import UpstreamClient
@@ -126,6 +127,10 @@ class Provider:
     def inference_model(self, endpoint: str, body_model: str) -> str | None:
         """Return the model that a POST to a path of this provider runs, or None if the path is not for inference."""
         return self.inference_paths.find_model(self.normalize_endpoint(endpoint), body_model)
+
+    def other_models(self, fields: BodyFields) -> list[str]:
+        """Return the models that the body names beside the field `model`, and that the provider may run instead."""
+        return []
 
     def model_of(self, endpoint: str, body_model: str) -> str:
         """Return the model that a request to this provider's own path uses, as far as path and body tell."""
