@@ -224,7 +224,9 @@ class GatewayApp:
         if not _is_gemini_client(exchange, headers):
             await exchange.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
         elif name and name not in {each.id for each in found}:
-            reply = error_reply("gemini", ModelNotFound(f"model {name[:200]!r} not found"))
+            reply = error_reply(
+                "gemini", ModelNotFound(f"model {name[:200]!r} not found", hint="GET /v1beta/models lists the models")
+            )
             assert isinstance(reply.body, bytes)
             await exchange.reply(reply.status, reply.body, reply.headers["content-type"])
         else:
