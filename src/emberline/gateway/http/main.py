@@ -46,7 +46,7 @@ from emberline.gateway.layers.fallbacks import try_fallbacks
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
 from emberline.gateway.layers.hedging import hedge_slow_calls
 from emberline.gateway.layers.load_balancing import balance_pools
-from emberline.gateway.layers.permissions import check_permissions, find_posted_model, find_realtime_model
+from emberline.gateway.layers.permissions import check_endpoints, check_gateway, find_posted_model, find_realtime_model
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.layers.retries import RetryHandler
 from emberline.gateway.layers.session_limiting import limit_sessions
@@ -139,7 +139,7 @@ async def build_gateway(
     outer = _build_outer_layers(config, metrics, spans, log_writer, clock)
     layers = (
         *outer,
-        check_permissions(registry, find_posted_model),
+        check_endpoints(registry, find_posted_model),
         StoredObjectLayer(ObjectIds(master_keys), registry).wrap,
         DynamicRouteLayer(limiter, claims, clock, wall).wrap,
         balance_pools(claims, clock),
@@ -154,7 +154,7 @@ async def build_gateway(
     keys = KeyStore(store, watch, wall, _identities_by_key(config))
     selector, limit = ProviderKeySelector(vault), config.max_body
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
-    check_sessions = check_permissions(registry, find_realtime_model)
+    check_sessions = check_endpoints(registry, find_realtime_model)
     session_handler = stack_layers((*outer, check_sessions, limit_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
     context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
@@ -180,7 +180,7 @@ def _build_outer_layers(
 ) -> tuple[Layer, ...]:
     """Return the layers around every request and every realtime session."""
     traced = [] if tracing is None else [trace_calls(tracing.tracer, record_payloads=config.otlp_payloads)]
-    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies)
+    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_gateway)
 
 
 async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock, stack: AsyncExitStack) -> Limiter:

@@ -1,4 +1,4 @@
-"""The layer that checks whether the caller may use this gateway, provider, endpoint and model."""
+"""The layers that check whether the caller may use this gateway, and its providers, endpoints and models."""
 
 from __future__ import annotations
 
@@ -40,10 +40,36 @@ def find_realtime_model(provider: Provider, method: str, endpoint: str, query: s
     return provider.realtime_model(endpoint, model)
 
 
-def check_permissions(registry: ProviderRegistry, find_inference_model: FindInferenceModel) -> Layer:
+def check_gateway(inner: Handler) -> Handler:
+    """Return the layer that checks whether the caller may use the gateway at all."""
+
+    def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
+        identity = call.identity
+        if call.settings.authentication and identity.kind == "anonymous":
+            raise Unauthorized(
+                f"gateway {call.gateway[:80]!r} requires a key and the request has none",
+                hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
+            )
+        if not identity.can_use_models:
+            raise Forbidden(
+                f"key {identity.name!r} is an admin key, which cannot be used for requests to models",
+                hint="send a key that may use models",
+            )
+        if not identity.may_use_gateway(call.account, call.gateway):
+            raise Forbidden(
+                f"key {identity.name!r} may not use gateway {call.gateway!r} of account {call.account!r}",
+                hint="use a different key, or add the gateway to this key",
+            )
+        return inner(call)
+
+    return handle
+
+
+def check_endpoints(registry: ProviderRegistry, find_inference_model: FindInferenceModel) -> Layer:
+    """Return the layer that checks whether the caller may use the endpoints and models of each step."""
+
     def layer(inner: Handler) -> Handler:
         def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
-            _check_gateway(call)
             for each in _requests_to_check(call):
                 if each.provider not in VIRTUAL_PROVIDERS:  # a route or pool checks the models that it chooses
                     _check_request(each, registry, find_inference_model)
@@ -52,25 +78,6 @@ def check_permissions(registry: ProviderRegistry, find_inference_model: FindInfe
         return handle
 
     return layer
-
-
-def _check_gateway(call: GatewayRequest) -> None:
-    identity = call.identity
-    if call.settings.authentication and identity.kind == "anonymous":
-        raise Unauthorized(
-            f"gateway {call.gateway[:80]!r} requires a key and the request has none",
-            hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
-        )
-    if not identity.can_use_models:
-        raise Forbidden(
-            f"key {identity.name!r} is an admin key, which cannot be used for requests to models",
-            hint="send a key that may use models",
-        )
-    if not identity.may_use_gateway(call.account, call.gateway):
-        raise Forbidden(
-            f"key {identity.name!r} may not use gateway {call.gateway!r} of account {call.account!r}",
-            hint="use a different key, or add the gateway to this key",
-        )
 
 
 def _requests_to_check(call: GatewayRequest) -> list[GatewayRequest]:
