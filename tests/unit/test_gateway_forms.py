@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from gateway_requests import call
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.forms import is_form, read_form_fields, replace_form_model
+from emberline.gateway.core.token_estimate import TOKENS_PER_ATTACHMENT
+from emberline.gateway.costs.billing import estimate_request_input_tokens
 
 TYPE = "multipart/form-data; boundary=b0"
 MODEL = b'--b0\r\nContent-Disposition: form-data; name="model"\r\n\r\nopenai/whisper-1\r\n'
@@ -36,6 +39,15 @@ def test_other_fields() -> None:
     assert (
         read_form_fields(part(b'Content-Disposition: form-data; name="model"; filename="m"') + END, TYPE).model is None
     )
+
+
+def test_tokens_of_a_file_do_not_grow_with_its_size() -> None:
+    text = part(b'Content-Disposition: form-data; name="prompt"', b"word " * 100)
+    headers = {"content-type": TYPE}
+    small, large = (call(text + FILE + bytes(size) + b"\r\n" + END, headers=headers) for size in (1, 1_000_000))
+    assert estimate_request_input_tokens(small) == estimate_request_input_tokens(large) == 125 + TOKENS_PER_ATTACHMENT
+    broken = call(b"x" * 4000, headers=headers)
+    assert estimate_request_input_tokens(broken) == 1000
 
 
 DISPOSITION = b"Content-Disposition: form-data; "

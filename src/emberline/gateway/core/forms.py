@@ -12,6 +12,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request_body import BodyFields, check_model_name
+from emberline.gateway.core.token_estimate import BYTES_PER_TOKEN, TOKENS_PER_ATTACHMENT
 
 MAX_PARTS = 256
 MAX_PART_HEADER_BYTES = 8192
@@ -76,6 +77,13 @@ def read_form_fields(body: bytes, content_type: str) -> BodyFields:
     )
     check_model_name(fields)
     return fields
+
+
+def estimate_form_tokens(body: bytes, content_type: str) -> int:
+    """Return the estimated number of input tokens of a form. Raise InvalidRequest if the form is malformed."""
+    fields = read_form(body, content_type)
+    text_bytes = sum(field.end - field.start for field in fields if not field.is_file)
+    return max(1, text_bytes // BYTES_PER_TOKEN) + TOKENS_PER_ATTACHMENT * sum(field.is_file for field in fields)
 
 
 def replace_form_model(body: bytes, content_type: str, model: str) -> bytes:

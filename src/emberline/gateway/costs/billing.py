@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
+from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.cost import Price, compute_cost
+from emberline.gateway.core.forms import estimate_form_tokens, is_form
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.core.token_estimate import estimate_input_tokens
@@ -24,6 +27,9 @@ class PriceSource(Protocol):
 
 def estimate_request_input_tokens(request: GatewayRequest) -> int:
     """Return an estimate of the request's input tokens."""
+    if is_form(content_type := request.headers.get("content-type", "")):
+        with contextlib.suppress(InvalidRequest):  # a provider's own path takes any body
+            return estimate_form_tokens(request.body, content_type)
     return estimate_input_tokens(request.body) if request.body_summary is None else request.body_summary.input_tokens
 
 
