@@ -81,7 +81,10 @@ TRIALS: list[tuple[str, str, dict[str, str]]] = [
     *((method, "openai/chat/completions", {}) for method in ("PUT", "PATCH", "DELETE", "post", "Post", "HEAD")),
     ("POST", "openai/files?_method=GET", {}),
     ("POST", "openai/chat/completions?_method=DELETE", {}),
-    ("POST", "openai/chat/completions?%5Fmethod=DELETE", {}),
+    *(
+        ("POST", f"openai/chat/completions?{q}=DELETE", {})
+        for q in ("%5Fmethod", "a=1;_method", "_METHOD", "_method[]")
+    ),
     ("POST", "openai/chat/completions?$httpMethod=GET", {}),
     # other spellings of paths
     *(("POST", f"openai/{path}", {}) for path in ("Files", "FILES", "chat//completions", "chat/completions/files")),
@@ -162,8 +165,11 @@ def test_no_way_in_lists_of_steps(gateway: LocalGateway, keys: dict[str, dict[st
     assert gateway.fakes["fake"].count == 0
 
 
-def test_method_override_headers_are_not_forwarded(gateway: LocalGateway, keys: dict[str, dict[str, str]]) -> None:
+def test_headers_that_override_method_or_path_are_not_forwarded(
+    gateway: LocalGateway, keys: dict[str, dict[str, str]]
+) -> None:
     headers = {"x-http-method-override": "DELETE", "x-http-method": "GET", "x-method-override": "PUT"}
+    headers |= {"x-original-url": "/v1/files", "x-rewrite-url": "/v1/files"}
     for path, body in ((f"{BASE}/openai/chat/completions", ALLOWED), ("/v1/chat/completions", ALLOWED)):
         assert gateway.post(path, body, {**keys["limited"], **headers})[0] == 200
         assert not headers.keys() & gateway.fakes["fake"].requests[-1].headers.keys()
@@ -181,6 +187,17 @@ def test_files_and_batches_need_a_token(gateway: LocalGateway, keys: dict[str, d
                 f"{prefix}/{path}", {**ALLOWED, "model": "openai/gpt-small"}, keys[holder], method
             )
             assert status == 403, (method, prefix, path, status, body)
+    assert gateway.fakes["fake"].count == 0
+
+
+@pytest.mark.parametrize("holder", ["limited", "unlimited", "none"])
+def test_unified_paths_take_no_method_override(
+    gateway: LocalGateway, keys: dict[str, dict[str, str]], holder: str
+) -> None:
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/moderations", f"{BASE}/compat/chat/completions"):
+        for query in ("_method=DELETE", "a=1;%5Fmethod=GET"):
+            body = {**ALLOWED, "model": "openai/gpt-small"}
+            assert gateway.post(f"{path}?{query}", body, keys[holder])[0] == 403, (path, query)
     assert gateway.fakes["fake"].count == 0
 
 

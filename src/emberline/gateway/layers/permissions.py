@@ -26,10 +26,15 @@ FindInferenceModel = Callable[[Provider, str, str, str, str], str | None]
 
 
 def find_posted_model(provider: Provider, method: str, endpoint: str, query: str, model: str) -> str | None:
-    names = {name.lower().lstrip("$") for name, _ in parse_qsl(query, keep_blank_values=True)}
-    if method != "POST" or names & METHOD_OVERRIDES:
+    if method != "POST" or overrides_method(query):
         return None
     return provider.inference_model(endpoint, model)
+
+
+def overrides_method(query: str) -> bool:
+    """Return whether some server may treat a request with this query as one of another method."""
+    parameters = parse_qsl(query.replace(";", "&"), keep_blank_values=True)  # a semicolon separates for some servers
+    return any(name.lower().lstrip("$").partition("[")[0] in METHOD_OVERRIDES for name, _ in parameters)
 
 
 def find_realtime_model(provider: Provider, method: str, endpoint: str, query: str, model: str) -> str | None:
@@ -107,7 +112,7 @@ def _check_request(call: GatewayRequest, registry: ProviderRegistry, find_infere
     model: str | None = call.model
     if not call.is_dialect_endpoint:
         model = find_inference_model(provider, call.method, call.endpoint, call.query, call.model)
-    elif unified is not None and unified.access == "operator":
+    elif overrides_method(call.query) or (unified is not None and unified.access == "operator"):
         model = None
     if model is None:
         _check_unlisted_path(call, provider)

@@ -44,6 +44,8 @@ NOT_FORWARDED_HEADERS = frozenset(
         "x-http-method",  # these three would make some servers treat a POST as another method
         "x-http-method-override",
         "x-method-override",
+        "x-original-url",  # these two would make some servers use another path
+        "x-rewrite-url",
         "forwarded",
         "x-real-ip",
         "cf-cache-ttl",
