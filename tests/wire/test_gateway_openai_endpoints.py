@@ -286,3 +286,21 @@ def test_ids_survive_a_restart(tmp_path: Path) -> None:
     with open_gateway(tmp_path) as gateway:
         gateway.fakes["openai"].account.objects.update(objects)
         assert client_of(gateway, key).responses.retrieve(made.id).id == made.id
+
+
+@pytest.mark.parametrize("action", ["redact", "block"])
+def test_guardrails_check_stored_responses(tmp_path: Path, action: str) -> None:
+    """The provider has stored the unchecked text."""
+    guardrails = {"patterns": [{"name": "people", "find": ["email"], "on": "reply", "action": action}]}
+    with open_gateway(tmp_path, guardrails=guardrails) as gateway:
+        client = client_of(gateway, ADMIN_KEY)
+        made = client.responses.create(model="openai/gpt-5", input="hi")
+        gateway.fakes["openai"].account.objects[list(gateway.fakes["openai"].account.objects)[-1]]["output"] = [
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "ask ada@example.com"}],
+            }
+        ]
+        status, _, body = gateway.post(f"/v1/responses/{made.id}", b"", ADMIN, "GET")
+        assert b"ada@example.com" not in body and status == (200 if action == "redact" else 400)
