@@ -12,13 +12,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from emberline.api.openai import models
-from emberline.core.errors import EmberlineError, InvalidRequest, ShuttingDown, Unauthorized
+from emberline.core.errors import EmberlineError, InvalidRequest, ModelNotFound, ShuttingDown, Unauthorized
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import AdminAPI
-from emberline.gateway.core.paths import is_native_path, parse_models_path
+from emberline.gateway.core.paths import accepts_any_content_type, parse_models_path
 from emberline.gateway.core.request import GatewayReply
-from emberline.gateway.error_replies import error_event
-from emberline.gateway.gateway import Gateway, InboundRequest
+from emberline.gateway.dialects.gemini import models as gemini_models
+from emberline.gateway.error_replies import error_event, error_reply
+from emberline.gateway.gateway import Gateway, InboundRequest, headers_with_query_key
 from emberline.gateway.http.client_watch import ClientWatch
 from emberline.gateway.http.gateway_metrics import GatewayMetrics
 from emberline.gateway.http.gateway_socket import GatewaySocket, read_handshake
@@ -217,9 +218,19 @@ class GatewayApp:
         parsed = parse_models_path(exchange.path)
         assert parsed is not None
         target, name = parsed
-        identity, settings = await self._gateway.authenticate(target, _request_headers(exchange))
+        headers = headers_with_query_key(_request_headers(exchange), exchange.query)
+        identity, settings = await self._gateway.authenticate(target, headers)
         found = await self._models.list_models(settings, identity, with_provider=target.kind == "compat")
-        await exchange.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
+        if not _is_gemini_client(exchange, headers):
+            await exchange.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
+        elif name and name not in {each.id for each in found}:
+            reply = error_reply(
+                "gemini", ModelNotFound(f"model {name[:200]!r} not found", hint="GET /v1beta/models lists the models")
+            )
+            assert isinstance(reply.body, bytes)
+            await exchange.reply(reply.status, reply.body, reply.headers["content-type"])
+        else:
+            await exchange.reply_json(gemini_models.render(found, name))
 
     # -- pages, health and metrics -------------------------------------------------------------------------------------
 
@@ -271,7 +282,7 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
         return
     if RunHandler.handles_path(path) and kind.startswith("text/plain") and exchange.header("authorization"):
         return  # JavaScript's fetch() sends strings so; another site cannot add `authorization` without CORS
-    if not is_native_path(path) or body.lstrip()[:1] in (b"{", b"["):
+    if not accepts_any_content_type(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
 
 
@@ -279,6 +290,11 @@ def _client_origin(exchange: Exchange) -> str:
     """Return the scheme and host that the client used: those of the gateway, or of a proxy in front of it."""
     scheme = "https" if exchange.header("x-forwarded-proto") == "https" else exchange.scheme
     return f"{scheme}://{exchange.header('host')}"
+
+
+def _is_gemini_client(exchange: Exchange, headers: Mapping[str, str]) -> bool:
+    """Return whether the request lists models with Gemini's protocol, whose path may be the same as OpenAI's."""
+    return exchange.path.startswith("/v1beta/") or "x-goog-api-client" in headers or "x-goog-api-key" in headers
 
 
 def _request_headers(exchange: Exchange) -> dict[str, str]:

@@ -33,6 +33,7 @@ from emberline.gateway.http.gateway_app import GatewayApp
 from emberline.gateway.http.gateway_metrics import GatewayMetrics
 from emberline.gateway.keys.key_store import KeyStore
 from emberline.gateway.keys.master_keys import open_master_keys
+from emberline.gateway.keys.object_ids import ObjectIds
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.keys.secret_file import SecretFile
@@ -45,10 +46,11 @@ from emberline.gateway.layers.fallbacks import try_fallbacks
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
 from emberline.gateway.layers.hedging import hedge_slow_calls
 from emberline.gateway.layers.load_balancing import balance_pools
-from emberline.gateway.layers.permissions import check_permissions
+from emberline.gateway.layers.permissions import check_endpoints, check_gateway, find_posted_model, find_realtime_model
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.layers.retries import RetryHandler
 from emberline.gateway.layers.session_limiting import limit_sessions
+from emberline.gateway.layers.stored_objects import StoredObjectLayer
 from emberline.gateway.layers.tracing import trace_calls
 from emberline.gateway.limits.base import Limiter
 from emberline.gateway.limits.claims import ClaimBuilder
@@ -122,7 +124,8 @@ async def build_gateway(
     watch = StoreVersionWatch(store, clock)
     upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
     registry = ProviderRegistry(config.private_providers)
-    vault = ProviderKeyVault(store, watch, open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE)))
+    master_keys = open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE))
+    vault = ProviderKeyVault(store, watch, master_keys)
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
     prices = PriceList(catalogue)
     attempts = RetryHandler(registry, ProviderKeySelector(vault), upstream, prices, clock, wall)
@@ -136,6 +139,8 @@ async def build_gateway(
     outer = _build_outer_layers(config, metrics, spans, log_writer, clock)
     layers = (
         *outer,
+        check_endpoints(registry, find_posted_model),
+        StoredObjectLayer(ObjectIds(master_keys), registry).wrap,
         DynamicRouteLayer(limiter, claims, clock, wall).wrap,
         balance_pools(claims, clock),
         limit_calls(limiter, catalogue, prices, clock, wall),
@@ -149,7 +154,8 @@ async def build_gateway(
     keys = KeyStore(store, watch, wall, _identities_by_key(config))
     selector, limit = ProviderKeySelector(vault), config.max_body
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
-    session_handler = stack_layers((*outer, limit_sessions(limiter, claims, clock, wall)), realtime)
+    check_sessions = check_endpoints(registry, find_realtime_model)
+    session_handler = stack_layers((*outer, check_sessions, limit_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
     context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
     admin = AdminAPI(context, __version__, catalogue)
@@ -174,7 +180,7 @@ def _build_outer_layers(
 ) -> tuple[Layer, ...]:
     """Return the layers around every request and every realtime session."""
     traced = [] if tracing is None else [trace_calls(tracing.tracer, record_payloads=config.otlp_payloads)]
-    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_permissions)
+    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_gateway)
 
 
 async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock, stack: AsyncExitStack) -> Limiter:
