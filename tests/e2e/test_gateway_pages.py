@@ -345,23 +345,41 @@ def of(team: str) -> dict[str, str]:
     return {**ADMIN, "cf-aig-metadata": json.dumps({"team": team})}
 
 
-def test_gateway_is_created_and_selected(page: Chromium, gateway: LocalGateway) -> None:
+def test_gateway_is_created_changed_and_selected(page: Chromium, gateway: LocalGateway) -> None:
+    open_page(page, "gateways/default", "#gateway-settings")
+    assert "[gateways.default]" in page.text("#defined-in-file") and page.js("!document.querySelector('.save-bar')")
+    assert page.js("document.querySelector('[name=authentication]').matches(':disabled:checked')")
     open_page(page, "gateways", "#new-gateway")
     assert "configuration file" in page.text("[data-id=default]")
     page.click("#new-gateway")
-    fill(page, name="team-b", settings='{"providers": {"oai": {"key": "sk-x"}}}')
+    fill(page, name="team-b")
     page.js("document.querySelector('#gateway-form').requestSubmit()")
-    page.wait("document.querySelector('dialog .form-error').textContent.includes('must not contain key')")
-    fill(page, settings='{"cache_ttl": 60}')
-    page.js("document.querySelector('#gateway-form').requestSubmit()")
-    page.wait("document.querySelector('[data-id=team-b]')")
-    assert manage(gateway, "gateways/team-b")["value"]["cache_ttl"] == 60
+    page.wait("document.querySelector('#gateway-page[data-id=team-b] .save-bar')")
+    page.type("[name=cache_ttl]", "60")
+    page.type("[name='retries.attempts']", "3")
+    press(page, "Add a fallback")
+    page.type("[name='fallbacks[0].to']", "openai/gpt-5")
+    press(page, "Add a limit")
+    page.type("[name='limits[0].name']", "each")
+    page.type("[name='limits[0].split']", "team")
+    save = "document.querySelector('#gateway-settings').requestSubmit()"
+    page.js(save)
+    page.wait("document.querySelector('label:has([name=\"limits[0].split\"]) .field-error')")
+    assert "is not an attribute" in page.text(".field-error") and "is not an attribute" in page.text(".form-error")
+    page.type("[name='limits[0].split']", "metadata.team")
+    assert page.js("!document.querySelector('.field-error')"), "a change removes the message"
+    page.js(save)
+    page.wait("document.querySelector('#toast').textContent.includes('team-b are saved')")
+    stored = manage(gateway, "gateways/team-b")["value"]
+    assert (stored["cache_ttl"], stored["retries"]["attempts"], stored["authentication"]) == (60, 3, True)
+    assert stored["fallbacks"] == [{"model": "*", "to": ["openai/gpt-5"]}]
+    assert (stored["limits"][0]["split"], stored["limits"][0]["limit"]) == (["metadata.team"], 100)
     page.wait("[...document.querySelector('#gateway').options].some(each => each.value === 'team-b')")
     choose = "const s = document.querySelector('#gateway'); s.value = 'team-b'; s.dispatchEvent(new Event('change'))"
     page.js(f"{{ {choose} }}")
     open_page(page, "logs", "#records .empty")  # no request has been answered yet
-    open_page(page, "gateways", "#new-gateway")
-    press(page, "Delete", "[data-id=team-b]")
+    open_page(page, "gateways/team-b", "#gateway-page")
+    press(page, "Delete")
     press(page, "Delete", "dialog")
     page.wait("document.querySelector('#gateway').value === ''")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import ssl
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import Layer
-from emberline.gateway.core.settings import ProviderSettings
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.gateway import Gateway
@@ -60,7 +60,12 @@ from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.realtime.handler import RealtimeHandler
 from emberline.gateway.run.batch_queue import BatchQueue
 from emberline.gateway.run.run_handler import RunHandler
-from emberline.gateway.settings_store import ConfiguredGateways, SettingsStore, read_configured_gateways
+from emberline.gateway.settings_store import (
+    ConfiguredGateways,
+    SettingsStore,
+    load_default_gateway,
+    read_configured_gateways,
+)
 from emberline.gateway.stack import stack_layers
 from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.factory import open_store
@@ -114,11 +119,13 @@ async def build_gateway(
     `require_keys`: require a key whatever the settings say. `tls`: the listener's TLS files, for metrics."""
     engine = ProviderSettings(base_url=config.engine, key=config.engine_key)
     configured: ConfiguredGateways = read_configured_gateways(config_file, engine)
-    if require_keys:
-        configured = _require_authentication(config, configured)
     clock, wall = SystemClock(), WallClock()
     store = await open_store(config.store_url)
     stack.push_async_callback(store.close)
+    default_gateway = await load_default_gateway(configured, store, wall)
+    if require_keys:
+        _check_authentication(config, [default_gateway, *configured.values()])
+        configured = _with_authentication(configured)
     watch = StoreVersionWatch(store, clock)
     upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
     registry = ProviderRegistry(config.private_providers)
@@ -189,20 +196,23 @@ async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock
     )
 
 
-def _require_authentication(config: GatewayConfig, configured: ConfiguredGateways) -> ConfiguredGateways:
-    """Return the gateways of the configuration file with authentication enabled.
+def _check_authentication(config: GatewayConfig, gateways: Iterable[GatewaySettings]) -> None:
+    """Raise InvalidRequest if no API key is configured and a gateway's own settings leave authentication off.
 
-    This function is for a listener that other machines can reach. Raise InvalidRequest if no API key is configured and
-    a gateway's own settings leave authentication off.
+    This check is for a listener that other machines can reach.
     """
-    if not config.api_keys and not all(settings.authentication for settings in configured.values()):
+    if not config.api_keys and not all(settings.authentication for settings in gateways):
         raise InvalidRequest(
             f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use the"
             " gateway",
             param="host",
-            hint="set EMBERLINE_ADMIN_KEY, write `authentication = true` into every [gateways.NAME] of the"
-            " configuration, or give --open to allow everyone",
+            hint="set EMBERLINE_ADMIN_KEY, require a key for every gateway (in the dashboard, or `authentication ="
+            " true` in every [gateways.NAME] of the configuration), or give --open to allow everyone",
         )
+
+
+def _with_authentication(configured: ConfiguredGateways) -> ConfiguredGateways:
+    """Return the gateways of the configuration file with authentication enabled."""
     return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
 
 

@@ -64,11 +64,27 @@ export function form(fields, submit, save) {
     } catch (error) {
       errorNode.textContent = error.message;
       errorNode.hidden = false;
+      showFieldError(node, error);
     } finally {
       send.disabled = false;
     }
   });
   return node;
+}
+
+/** Show an error beside the field that `error.param` names, and move to it. The field's next change removes the message. */
+export function showFieldError(node, { message, param }) {
+  node.querySelectorAll(".field-error").forEach((old) => old.remove());
+  const input = param && [...node.elements].find(({ name }) => name && (param === name || param.startsWith(`${name}.`) || param.startsWith(`${name}[`)));
+  const place = input ? input.closest("label") : param && node.querySelector(`[data-list="${CSS.escape(param.split(/[.[]/)[0])}"]`);
+  if (!place) return;
+  const note = element("small", { className: "field-error" }, message);
+  place.append(note);
+  place.closest("details")?.setAttribute("open", "");
+  place.scrollIntoView({ block: "center" });
+  input?.focus();
+  input?.setAttribute("aria-invalid", "true");
+  place.addEventListener("input", () => (note.remove(), input?.removeAttribute("aria-invalid")), { once: true });
 }
 
 export function values(node) {
