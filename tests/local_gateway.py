@@ -80,7 +80,7 @@ class LocalGateway:
             engine="http://127.0.0.1:1",  # an unused port
             **self._process,
         )
-        app = await build_gateway(config, self._config_file, self._stack)
+        self.app = app = await build_gateway(config, self._config_file, self._stack)
         self._store = app.store
         listener = bind_listener("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

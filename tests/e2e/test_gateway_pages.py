@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import shutil
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +29,19 @@ PICTURE = ROOT / "docs" / "gateway.png"  # to renew the file, delete it and run 
 KEY = "a-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {KEY}"}
 HOSTILE = "<img src=x onerror=window.hacked=1>"
-TABS = ("overview", "logs", "playground", "keys", "budgets", "routes", "gateways", "providers", "prices", "audit")
+TABS = (
+    "overview",
+    "connect",
+    "logs",
+    "playground",
+    "keys",
+    "budgets",
+    "routes",
+    "gateways",
+    "providers",
+    "prices",
+    "audit",
+)
 PRICE = {"input": 1_000_000_000, "output": 2_000_000_000}  # a tenth of a cent per token, so that sums are visible
 
 
@@ -135,9 +149,12 @@ def test_sign_in_requires_admin_key(browser: Chromium, gateway: LocalGateway) ->
     assert "gateway/admin.key" in browser.text("#sign-in"), "the page shows where the key is"
     sign_in(browser, "egt_somebody-elses")
     browser.wait("!document.querySelector('#sign-in-error').hidden")
-    assert (
-        "expired or revoked" in browser.text("#sign-in-error") and browser.js("document.body.dataset.signed") == "out"
-    )
+    wrong = "Wrong admin key: this gateway does not know it, or it is expired or revoked."
+    assert browser.text("#sign-in-error") == wrong and browser.js("document.body.dataset.signed") == "out"
+    for key in ("not-a-key-at-all", "clé"):
+        sign_in(browser, "x")
+        sign_in(browser, key)
+        browser.wait(f"document.querySelector('#sign-in-error').textContent === {json.dumps(wrong)}")
     user = manage(gateway, "keys", "POST", {"name": "a user's"})["secret"]
     sign_in(browser, user)
     browser.wait("document.querySelector('#sign-in-error').textContent.includes('may not use the management API')")
@@ -152,6 +169,29 @@ def test_sign_in_requires_admin_key(browser: Chromium, gateway: LocalGateway) ->
     browser.click("#sign-out")
     browser.wait("document.body.dataset.signed === 'out'")
     assert browser.js("sessionStorage.length") == 0 and browser.text("#main") == ""
+
+
+def test_sign_in_link_works_once(browser: Chromium, gateway: LocalGateway) -> None:
+    link = gateway.app.sign_in.create_link(gateway.url)
+    token = link.partition("token=")[2]
+    sign_out(browser, gateway)
+    browser.open(link)
+    browser.wait("document.body.dataset.signed === 'in' && document.querySelector('#charts')")
+    assert token not in browser.js("location.href + document.referrer + JSON.stringify({...sessionStorage})")
+    made = [each["id"] for each in manage(gateway, "keys")["items"] if each["name"] == "dashboard sign-in"]
+    browser.click("#sign-out")
+    browser.wait("document.body.dataset.signed === 'out'")
+    assert made[0] not in [each["id"] for each in manage(gateway, "keys")["items"]], "the session's key is revoked"
+    browser.open(link)
+    browser.wait("document.querySelector('#sign-in-error')?.textContent.includes('used already')")
+    for body, headers, status in (
+        (b"{}", {}, 400),
+        (b'{"token": "x"}', {"content-type": "text/plain"}, 415),
+        (b'{"token": "x"}', {"x-forwarded-for": "203.0.113.9"}, 403),
+        (b'{"token": "x"}', {}, 401),
+        (b'{"token": "' + b"x" * 2000 + b'"}', {}, 413),
+    ):
+        assert gateway.post("/sign-in", body, headers)[0] == status, (body[:20], headers)
 
 
 def test_charts_show_past_requests(page: Chromium, gateway: LocalGateway) -> None:
@@ -382,6 +422,40 @@ def test_gateway_is_created_changed_and_selected(page: Chromium, gateway: LocalG
     press(page, "Delete")
     press(page, "Delete", "dialog")
     page.wait("document.querySelector('#gateway').value === ''")
+
+
+def test_connect_page_creates_a_key_and_shows_working_snippets(page: Chromium, gateway: LocalGateway) -> None:
+    open_page(page, "connect", "#snippet pre")
+    assert page.text("#base-url") == f"{gateway.url}/v1"
+    page.type("#connect-model", "priced")
+    page.click("#create-connect-key")
+    key = page.wait("document.querySelector('#connect-key').value")
+    assert key.startswith("evk_") and f"Authorization: Bearer {key}" in page.text("#snippet")
+    page.click("#connect-test")
+    page.wait("document.querySelector('#connect-answer').textContent.includes('Answered: word0')")
+    endpoint = {
+        "base": "http://h/v1",
+        "anthropic": "http://h",
+        "engine": "http://e",
+        "key": "it's",
+        "headers": {"a": "b"},
+    }
+    arguments = f"{json.dumps(endpoint)}, 'openai/\\'x\\' \"y\"'"
+    made = page.js(f"import('/static/snippets.js').then(found => found.clients({arguments}))")
+    code = {each["id"]: each["code"] for each in made}
+    assert all("http://h" in text for name, text in code.items() if name != "ollama") and "http://e" in code["ollama"]
+    for name in ("openai-python", "anthropic"):
+        compile(code[name], name, "exec")
+    assert tomllib.loads(code["codex"])["model_providers"]["emberline"]["http_headers"] == {"a": "b"}
+    assert json.loads(code["opencode"])["provider"]["emberline"]["options"]["apiKey"] == "it's"
+    words = shlex.split(code["curl"].replace("\\\n", " "))
+    assert json.loads(words[-1])["model"] == "openai/'x' \"y\"" and "Authorization: Bearer it's" in words
+    body = {"model": "m", "messages": [], "top_k": 3, "stream": True, "logprobs": None}
+    text = page.js(
+        f"import('/static/snippets.js').then(found => found.python({json.dumps(endpoint)}, {json.dumps(body)}))"
+    )
+    compile(text, "python", "exec")
+    assert "extra_body={" in text and "stream=True" in text and "logprobs=None" in text
 
 
 def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: LocalGateway) -> None:

@@ -15,7 +15,8 @@ from emberline.api.openai import models
 from emberline.core.errors import EmberlineError, InvalidRequest, ShuttingDown, Unauthorized
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import AdminAPI
-from emberline.gateway.core.paths import is_native_path, parse_models_path
+from emberline.gateway.admin.sign_in import SIGN_IN_PATH, SignIn, check_sign_in_connection
+from emberline.gateway.core.paths import DEFAULT_NAME, is_native_path, parse_models_path
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.error_replies import error_event
 from emberline.gateway.gateway import Gateway, InboundRequest
@@ -40,6 +41,7 @@ ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read
 SEND_CHUNK_BYTES = 1 << 18
 DEFAULT_CONTENT_TYPE = "application/octet-stream"
 MAX_ADMIN_BODY_BYTES = 4 << 20
+MAX_SIGN_IN_BODY_BYTES = 1024
 # The dashboard has an admin key: no site may frame it, and no data that it shows may become a script.
 PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -59,6 +61,7 @@ class GatewayApp:
         gateway: Gateway,
         run_handler: RunHandler,
         admin: AdminAPI,
+        sign_in: SignIn,
         models: ModelLister,
         store: GatewayStore,
         metrics: GatewayMetrics,
@@ -70,6 +73,7 @@ class GatewayApp:
         self._gateway = gateway
         self._run_handler = run_handler
         self._admin = admin
+        self.sign_in = sign_in
         self._models = models
         self.store = store
         self._metrics = metrics
@@ -129,6 +133,8 @@ class GatewayApp:
                 return page
             if parse_models_path(exchange.path) is not None:
                 return self._list_models
+        if exchange.path == SIGN_IN_PATH and exchange.method == "POST":
+            return self._exchange_sign_in_token
         if AdminAPI.handles_path(path) and "/ai/v1/" not in path and not RunHandler.handles_path(path):
             return self._answer_admin_request
         return None
@@ -201,17 +207,17 @@ class GatewayApp:
                 _send_export(exchange, self._admin.export(exchange.method, exchange.path, exchange.query, identity))
             )
             return
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
-        except TimeoutError:
-            raise _make_body_timeout_error() from None
-        if body:
-            require_json(exchange.header("content-type"))
+        body = await _read_json_body(exchange, min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
         status, found = await self._admin.handle(
             exchange.method, exchange.path, exchange.query, body, identity, _client_origin(exchange)
         )
         await exchange.reply_json(found, status, {"cache-control": "no-store"})
+
+    async def _exchange_sign_in_token(self, exchange: Exchange) -> None:
+        check_sign_in_connection(exchange.scheme, exchange.client, _request_headers(exchange))
+        key = await self.sign_in.exchange_token(await _read_json_body(exchange, MAX_SIGN_IN_BODY_BYTES))
+        reply = {"id": key.id, "key": key.secret, "account": DEFAULT_NAME, "expires": key.expires}
+        await exchange.reply_json(reply, headers={"cache-control": "no-store"})
 
     async def _list_models(self, exchange: Exchange) -> None:
         parsed = parse_models_path(exchange.path)
@@ -241,6 +247,17 @@ class GatewayApp:
             )
         text = render_exposition([*self._metrics.families(), self._replies.family()])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _read_json_body(exchange: Exchange, max_bytes: int) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await exchange.read_body(max_bytes)
+    except TimeoutError:
+        raise _make_body_timeout_error() from None
+    if body:
+        require_json(exchange.header("content-type"))
+    return body
 
 
 async def _send_export(exchange: Exchange, lines: AsyncIterator[bytes]) -> None:

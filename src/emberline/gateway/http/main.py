@@ -22,6 +22,7 @@ from emberline.core.gateway_config import GatewayConfig
 from emberline.core.tls import TLSIdentity, open_identity
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.admin.sign_in import LINK_LIFETIME_S, SignIn
 from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import Layer
@@ -96,6 +97,9 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
 
         def log_start() -> None:
             log.info("Gateway started: url=%s://%s:%d%s", config.scheme, config.host, port, key_file)
+            if tls is not None or not is_exposed(listener):
+                host = config.host if not is_exposed(listener) else "localhost"
+                _print_sign_in_link(app.sign_in, f"{config.scheme}://{host}:{port}")
 
         await serve_until_stopped(
             CrossSiteGuard(app, policy, app.has_valid_key),
@@ -104,6 +108,12 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
             max_message_bytes=config.max_body,
             tls=tls.listener_context() if tls is not None else None,
         )
+
+
+def _print_sign_in_link(sign_in: SignIn, url: str) -> None:
+    """Print a link that signs in to the dashboard. It is printed and not logged, because its token is a secret."""
+    minutes = LINK_LIFETIME_S / 60
+    print(f"Sign in to the dashboard (once, within {minutes:.0f} minutes): {sign_in.create_link(url)}", flush=True)
 
 
 async def build_gateway(
@@ -166,7 +176,16 @@ async def build_gateway(
     batches = BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall)
     run_handler = RunHandler(gateway, await stack.enter_async_context(batches.run_in_background()), clock)
     return GatewayApp(
-        config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), require_keys
+        config,
+        gateway,
+        run_handler,
+        admin,
+        SignIn(context, clock),
+        models,
+        store,
+        metrics,
+        load_pages("gateway/index.html"),
+        require_keys,
     )
 
 
