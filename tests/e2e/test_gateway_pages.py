@@ -219,6 +219,15 @@ def test_charts_show_past_requests(page: Chromium, gateway: LocalGateway) -> Non
     page.wait("document.querySelector('#live tbody tr')")
     send_prompt(gateway, "a-late-one")
     page.wait("document.querySelector('#live tbody tr').textContent.includes('a-late-one')")  # by itself
+    signs = page.js(
+        "Object.fromEntries([...document.querySelectorAll('.timechart')][0].querySelectorAll('.key').values()"
+        ".map(key => [key.firstChild.data, getComputedStyle(key, '::before').content]))"
+    )
+    assert signs == {"answered": '"●"', "cached": '"◆"', "fallback": '"▲"', "failed": '"✕"'}, "not only colours"
+    assert "failed-pattern" in page.js("document.querySelector('.column.fail').style.fill")
+    red, _, blue = page.js("getComputedStyle(document.querySelector('.column.ok')).fill.match(/\\d+/g).map(Number)")
+    assert red < blue, "success is not red"
+    assert "✓ 200" in page.text("#live") and "✕ 502" in page.text("#live") and "▲ fallback" in page.text("#live")
     page.js("document.querySelector('.timechart svg').focus()")
     page.press("ArrowLeft")
     page.wait("document.querySelector('.timechart .time-label').textContent")
@@ -349,6 +358,9 @@ def test_budgets_prices_and_provider_keys_are_stored(page: Chromium, gateway: Lo
     open_page(page, "providers", "#store-key")
     known = page.text("#known-providers")
     assert all(slug in known for slug in PROVIDERS_BY_SLUG) and "api.anthropic.com" in known
+    page.resize(1400, 900)
+    assert page.js("(t => t.scrollWidth <= t.clientWidth)(document.querySelector('#known-providers .table'))")
+    page.resize(1360, 960)
     page.click("#store-key")
     fill(page, provider="openai", secret="sk-very-secret")
     page.js("document.querySelector('#provider-key-form').requestSubmit()")
@@ -601,6 +613,9 @@ def test_month_is_read_from_rollups_only(page: Chromium, gateway: LocalGateway) 
     gateway.append(month(3000))
     open_page(page, "overview?range=7d&by=model", "[data-id='openai/gpt-5-mini']")
     page.until(lambda: chart_total(page, "Latency").endswith(" ms"), "percentiles are shown")
+    assert "local" in page.text("[data-id='emberline/smollm2']") and "$" not in page.text(
+        "[data-id='emberline/smollm2']"
+    )
     open_page(page, "overview?range=30d&by=model", "[href='#/overview?range=30d&by=model'][aria-current]")
     page.until(lambda: chart_total(page, "Requests") == f"{3000 + before:,}", "a month is counted")
     columns = page.js("document.querySelector('.timechart .column').getAttribute('d')").count("M")

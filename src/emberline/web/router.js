@@ -29,19 +29,19 @@ class Page {
     this.cards = new Map();
     const one = (title, format, value, tone, label, more = {}) => new Chart({ title, format, series: [{ label, tone, value }], ...more });
     this.charts = [
-      one("Requests", whole, (s) => s.rate, "ember", "/s"),
+      one("Requests", whole, (s) => s.rate, "ok", "/s"),
       new Chart({
         title: "Tokens in flight",
         format: whole,
         series: [
           { label: "prompt", tone: "sky", value: (s) => s.prefill },
-          { label: "decode", tone: "ember", value: (s) => s.decode },
+          { label: "decode", tone: "plum", value: (s) => s.decode },
         ],
       }),
-      one("Generated", whole, (s) => s.generated, "ember", "tok/s"),
-      one("Cache hits", percent, (s) => s.hits, "sage", "of prompts", { max: 1 }),
+      one("Generated", whole, (s) => s.generated, "plum", "tok/s"),
+      one("Cache hits", percent, (s) => s.hits, "ok", "of prompts", { max: 1 }),
       one("KV transferred", bytes, (s) => s.moved, "sky", "/s"),
-      one("Errors", whole, (s) => s.errors, "sand", "/s"),
+      one("Errors", whole, (s) => s.errors, "fail", "/s"),
     ];
     $("charts").append(...this.charts.map((chart) => chart.node));
   }
@@ -183,7 +183,7 @@ class Card {
         fact("KV cache used", percent(worker.kv_usage)),
         fact("prefix cache hits", hits === null ? "–" : percent(hits)),
         fact("answered", worker.answered),
-        fact("failed", worker.failed, worker.failed > 0),
+        fact(worker.failed ? "✕ failed" : "failed", worker.failed, worker.failed > 0),
         ...this.transferFacts(worker),
         fact("last heartbeat", `${worker.seconds_since_beat.toFixed(1)} s ago`, worker.health === "lost"),
       ].flat(),
