@@ -516,41 +516,48 @@ def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Loca
 def test_playground_streams_through_the_gateway(page: Chromium, gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
+    last = ".turn.last"
     open_page(page, "playground", "#prompt")
-    page.js("document.querySelector('[name=max_tokens]').value = 30")
+    page.type("[name=max_tokens]", "30")
     page.type("#model", "priced")
     page.type("#prompt", HOSTILE)
     page.press("Enter")
-    page.wait("document.querySelector('#messages .assistant p')?.textContent.includes('word3')")
-    assert "word29" not in page.text("#messages"), "text is shown while it streams"
-    page.wait("document.querySelector('#messages .assistant .foot')?.textContent.includes('$0.071')")
-    assert page.text("#messages .assistant p").strip().endswith("word29") and HOSTILE in page.text("#messages .user")
-    assert "oai/priced" in page.text("#messages .assistant .foot")
+    page.wait(f"document.querySelector('{last} .text')?.innerText.includes('word3')")
+    assert "word29" not in page.text("#transcript"), "text is shown while it streams"
+    page.wait(f"document.querySelector('{last} .cost')?.textContent === '$0.071'")
+    assert page.text(f"{last} .text").strip().endswith("word29") and HOSTILE in page.text("#transcript .user")
+    assert "oai/priced" in page.text(f"{last} .foot") and "log" in page.text(f"{last} .foot a")
     assert gateway.newest().ended == "complete" and fake.gone == 0
 
     page.type("#prompt", "more")
     page.press("Enter")
-    page.wait("document.querySelectorAll('#messages .assistant p')[1]?.textContent.includes('word2')")
+    page.wait(f"document.querySelector('{last} .text')?.innerText.includes('word2')")
     assert [m["role"] for m in fake.requests[-1].json["messages"]] == ["user", "assistant", "user"]
     page.click("#stop")
-    page.wait("document.querySelectorAll('#messages .assistant')[1].textContent.includes('stopped')")
+    page.wait(f"document.querySelector('{last}').dataset.ending === 'stopped'")
     page.until(lambda: fake.gone == 1, "the provider was left")
     fake.pace = 0.0
     page.type("#model", "cut@3")
     page.type("#prompt", "and again")
     page.press("Enter")
-    page.wait("document.querySelector('#messages .failed')")
+    page.wait(f"document.querySelector('{last}[data-ending=failed] .notice')")
     before = len(fake.requests)
     page.type("#model", "429")
     page.type("#prompt", "refused")
     page.press("Enter")
-    page.wait("document.querySelectorAll('#messages .failed').length === 2")
+    page.wait("document.querySelectorAll('[data-ending=failed]').length === 2")
     page.type("#model", "priced")
     page.type("#prompt", "at last")
     page.press("Enter")
     page.until(lambda: len(fake.requests) > before + 1 and fake.requests[-1].json["model"] == "priced", "it is asked")
-    answer = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
-    assert answer == [HOSTILE, "more", "and again", "at last"], "a failed prompt is not sent again"
+    sent = "\n\n".join(m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user")
+    assert sent == "\n\n".join([HOSTILE, "more", "and again", "at last"]), "a failed prompt is not sent again"
+    page.click("#code")
+    assert "cf-aig-gateway-id" not in page.text("#code-dialog") and f"{gateway.url}/v1" in page.text("#code-dialog")
+    assert KEY not in page.text("#code-dialog")
+    open_page(page, "overview", "#charts")
+    open_page(page, "playground", "#prompt")
+    assert HOSTILE in page.text("#transcript"), "conversations are kept"
 
 
 def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: LocalGateway) -> None:
@@ -559,7 +566,7 @@ def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: Lo
     page.prefer("dark")
     for tab in TABS:
         page.js("document.querySelector('#main').replaceChildren()")
-        open_page(page, tab, "#main h2")
+        open_page(page, tab, "#main :is(h2, .playground)")
         assert page.js("document.documentElement.scrollWidth") == 390, tab
         wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
         assert page.js(wide), tab
