@@ -251,7 +251,20 @@ def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium,
     press(page, "Newer")
     page.wait("document.querySelector('#records').textContent.includes('many-54')")
 
-    page.js("document.querySelector('#filters details').open = true")
+    send_prompt(gateway, "arrives-late")
+    page.wait("document.querySelector('#records tr.new')?.textContent.includes('arrives-late')")  # by itself
+    model = "document.querySelector('[data-choices=model] [value=arrives-late]')"
+    open_page(page, "overview", "#charts")
+    open_page(page, "logs", "#records tbody tr")
+    page.wait(model)
+    page.js(f"{model}.click(); document.querySelector('[data-choices=provider] [value=oai]').click()")
+    press(page, "Find")
+    page.wait("document.querySelectorAll('#records tbody tr').length === 1")
+    assert page.js("location.hash") == "#/logs?provider=oai&model=arrives-late"
+    assert page.text("[data-choices=model] summary") == "arrives-late"
+
+    open_page(page, "logs", "#records tbody tr:nth-child(2)")
+    page.js("document.querySelector('#filters > details').open = true")
     page.type("#filters [name=metadata]", "team=blue")
     page.press("Enter")
     page.wait("document.querySelectorAll('#records tbody tr').length === 1")

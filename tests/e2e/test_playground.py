@@ -162,9 +162,9 @@ def test_stop_button_aborts_request(page: Chromium, server: str) -> None:
     page.type("#settings [name=max_tokens]", "4000")
     page.type("#settings [name=schema]", '{"type": "array", "items": {"type": "integer"}, "minItems": 1500}')
     ask(page, "Count for a long time.")
-    page.wait(f"document.querySelector('{LAST} .text').innerText.length > 5")
+    page.wait(f"document.querySelector('{LAST} .text pre')?.innerText.length > 5")
     page.click("#stop")
-    assert len(answer(page)) > 5
+    assert answer(page) and len(page.text(f"{LAST} .text pre")) > 5
     assert wait_for_end(page) == "stopped"
     assert "stopped here" in page.text(LAST)
     page.until(lambda: stats(server)["running"] == 0, "the server to be idle")

@@ -174,7 +174,7 @@ function shownText({ content, ending }) {
   try {
     shown = JSON.stringify(JSON.parse(content), null, 2);
   } catch {
-    if (ending !== "open") return content; // not JSON after all
+    if (ending === "complete") return content; // not JSON after all
   }
   return `\`\`\`\`json\n${shown}\n\`\`\`\``;
 }

@@ -35,6 +35,7 @@ function facts(r) {
     ["path", r.path],
     ["dialect", r.stream ? `${r.dialect}, streamed` : r.dialect],
     ["ended", r.ended],
+    ...(r.message ? [["message", r.message]] : []),
     ["duration", millis(r.duration)],
     ["first content", millis(r.first_byte)],
     ["cost", r.custom_cost ? `${money(r.micros)} (set by the client)` : costOf(r)],

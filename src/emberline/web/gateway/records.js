@@ -8,15 +8,18 @@ export function records(label, items, none = "No requests yet.") {
   const columns = [
     ["Time", (r) => link(`#/logs/${r.id}`, formatRecent(r.created_at ? Date.parse(r.created_at) : null)), "number"],
     ["Status", status],
-    ["Model", (r) => element("span", { className: "entry" }, element("b", {}, r.model || NONE), element("small", {}, r.provider)), "wide"],
-    ["Tokens", (r) => `${count(r.tokens_in)} → ${count(r.tokens_out)}`, "number"],
-    ["Cost", costOf, "number"],
-    ["Duration", (r) => millis(r.duration), "number"],
-    ["User or key", (r) => r.user || keyName(r.key_id)],
-    ["", (r) => element("span", { className: "badges" }, ...badges(r))],
+    ["Model", (r) => element("span", { className: "entry" }, element("b", {}, r.model || r.path || NONE), element("small", {}, r.provider)), "wide"],
+    ["Tokens", (r) => `${count(r.tokens_in)} → ${count(r.tokens_out)}`, "number extra"],
+    ["Cost", costOf, "number extra"],
+    ["Duration", (r) => millis(r.duration), "number extra"],
+    ["User or key", (r) => r.user || keyName(r.key_id), "extra"],
+    ["", (r) => element("span", {}, element("span", { className: "badges" }, ...badges(r)), r.message ? element("span", { className: "reason", title: r.message }, shorten(r.message)) : null), "outcome"],
   ];
   return table(label, columns, items, { none, open: (r) => (location.hash = `#/logs/${r.id}`) });
 }
+
+const MAX_REASON_CHARS = 160;
+const shorten = (text) => (text.length > MAX_REASON_CHARS ? `${text.slice(0, MAX_REASON_CHARS)}…` : text);
 
 /** Shorten the id of a key that is a hash. */
 const keyName = (id) => (/^[0-9a-f]{16}$/.test(id) ? id.slice(0, 8) : id) || NONE;
