@@ -458,6 +458,7 @@ def test_connect_page_creates_a_key_and_shows_working_snippets(page: Chromium, g
     assert key.startswith("evk_") and f"Authorization: Bearer {key}" in page.text("#snippet")
     page.click("#connect-test")
     page.wait("document.querySelector('#connect-answer').textContent.includes('Answered: word0')")
+    assert page.js("document.querySelector('#engine-link').href") == "http://127.0.0.1:1/"
     endpoint = {
         "base": "http://h/v1",
         "anthropic": "http://h",
@@ -481,6 +482,11 @@ def test_connect_page_creates_a_key_and_shows_working_snippets(page: Chromium, g
     )
     compile(text, "python", "exec")
     assert "extra_body={" in text and "stream=True" in text and "logprobs=None" in text
+    page.open(f"{gateway.url}/static/reference.html")
+    page.wait("document.querySelectorAll('#reference details').length > 20")
+    shown = page.text("#reference")
+    assert "/v1/chat/completions" in shown and "/admin/accounts/{account}/gateways/{gateway}" in shown
+    page.screenshot(SHOTS / "gateway-reference.png")
 
 
 def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: LocalGateway) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, RequestForbidden, Unauthorized
+from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.admin.schemas import KeyView
 from emberline.gateway.admin.sign_in import LINK_LIFETIME_S, MAX_WRONG_TOKENS, SignIn, check_sign_in_connection
+from emberline.gateway.http.main import print_sign_in_link
 from emberline.gateway.keys.key_store import KeyStore
 from emberline.gateway.keys.master_keys import MasterKeyFile
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
@@ -112,6 +114,22 @@ def test_malformed_bodies_are_refused_and_no_link_means_no_token(bench: SignInBe
         bench.run(bench.sign_in.exchange_token(body))
     with pytest.raises(Unauthorized, match="there is none"):
         bench.exchange("")
+
+
+def test_start_prints_the_link_unless_it_would_cross_a_network(
+    bench: SignInBench, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    certificate = {"tls_cert": "c.pem", "tls_key": "k.pem"}
+    for options, is_exposed, url in (
+        ({"host": "127.0.0.1"}, False, "http://127.0.0.1:8080/"),
+        ({"host": "::1"}, False, "http://[::1]:8080/"),
+        ({"host": "0.0.0.0", **certificate}, True, "https://localhost:8080/"),
+        ({"host": "0.0.0.0"}, True, None),
+    ):
+        print_sign_in_link(bench.sign_in, GatewayConfig(**options), 8080, is_exposed=is_exposed)
+        printed = capsys.readouterr().out
+        assert (f" {url}#/sign-in?token=" in printed) if url else (printed == "")
+    assert caplog.text == "", "the token is not logged"
 
 
 def test_tokens_come_over_tls_or_from_this_machine() -> None:

@@ -97,9 +97,7 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
 
         def log_start() -> None:
             log.info("Gateway started: url=%s://%s:%d%s", config.scheme, config.host, port, key_file)
-            if tls is not None or not is_exposed(listener):
-                host = config.host if not is_exposed(listener) else "localhost"
-                _print_sign_in_link(app.sign_in, f"{config.scheme}://{host}:{port}")
+            print_sign_in_link(app.sign_in, config, port, is_exposed=is_exposed(listener))
 
         await serve_until_stopped(
             CrossSiteGuard(app, policy, app.has_valid_key),
@@ -110,10 +108,16 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
         )
 
 
-def _print_sign_in_link(sign_in: SignIn, url: str) -> None:
-    """Print a link that signs in to the dashboard. It is printed and not logged, because its token is a secret."""
-    minutes = LINK_LIFETIME_S / 60
-    print(f"Sign in to the dashboard (once, within {minutes:.0f} minutes): {sign_in.create_link(url)}", flush=True)
+def print_sign_in_link(sign_in: SignIn, config: GatewayConfig, port: int, *, is_exposed: bool) -> None:
+    """Print a link that signs in to the dashboard. It is printed and not logged, because its token is a secret.
+
+    There is no link if other machines can reach the listener without TLS, because the token could be read on its way.
+    """
+    if is_exposed and config.tls is None:
+        return
+    host = "localhost" if is_exposed else config.host
+    link = sign_in.create_link(f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    print(f"Sign in to the dashboard (once, within {LINK_LIFETIME_S / 60:.0f} minutes): {link}", flush=True)
 
 
 async def build_gateway(
@@ -168,7 +172,15 @@ async def build_gateway(
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
     session_handler = stack_layers((*outer, limit_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
-    context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
+    context = AdminContext(
+        store,
+        vault,
+        wall,
+        limiter,
+        configured=configured,
+        allow_private=config.private_providers,
+        engine_url=config.engine,
+    )
     admin = AdminAPI(context, __version__, catalogue)
     models = ModelLister(registry, vault, upstream, catalogue)
     _start_task(stack, LogRetention(store, configured, wall).run())

@@ -7,7 +7,6 @@ import { fetchOk } from "./api.js";
 import { button, field, head, link } from "./components.js";
 import { loadModelNames } from "./model-names.js";
 
-const ENGINE_PORT = 8000; // of `scripts/serve`
 const DEFAULT = "default";
 const PLACEHOLDER_KEY = "YOUR_KEY";
 
@@ -17,7 +16,7 @@ export async function connect(session, context) {
 
 class Connect {
   constructor(session, context) {
-    Object.assign(this, { session, context, secret: "", client: "curl" });
+    Object.assign(this, { session, context, engineURL: "", client: "curl" });
     const gateways = context.gateways.map((name) => [name, name]);
     this.gateway = field({ name: "gateway", label: "Gateway", kind: "select", options: gateways, value: session.gateway || DEFAULT });
     this.key = field({ name: "key", label: "Key", placeholder: "paste a key that you have, or create one", id: "connect-key" });
@@ -34,7 +33,8 @@ class Connect {
   }
 
   async open() {
-    await this.loadModels();
+    const [providers] = await Promise.all([this.session.api.all("providers", this.context.signal), this.loadModels()]);
+    this.engineURL = providers.find(({ slug }) => slug === "emberline").base_url;
     const create = button("Create a key", () => this.createKey(), "primary");
     create.id = "create-connect-key";
     const test = button("Send a test request", () => this.test());
@@ -44,11 +44,18 @@ class Connect {
     return element(
       "div",
       { id: "connect" },
-      head("Connect", "Use the gateway from your own program. Every client needs the same three things: an address, a key and a model.", link("static/reference.html", "API reference")),
+      head("Connect", "Use the gateway from your own program. Every client needs the same three things: an address, a key and a model.", this.engineLink(), link("static/reference.html", "API reference")),
       element("section", { className: "card" }, element("h3", {}, "1. Address"), element("div", { className: "address" }, this.url, copyButton(() => this.url.textContent, "Copy the address"))),
       element("section", { className: "card" }, element("h3", {}, "2. Key and model"), keyFields, this.keyNotice),
       element("section", { className: "card" }, element("h3", {}, "3. Client"), this.tabs, this.snippet, element("div", { className: "buttons" }, test), this.answer),
     );
+  }
+
+  /** A link to the engine's own playground. Its address is as the gateway reaches it, which may differ for this browser. */
+  engineLink() {
+    const node = link(this.engineURL, "Engine");
+    Object.assign(node, { id: "engine-link", rel: "noreferrer", title: `the engine's own page, ${this.engineURL}` });
+    return node;
   }
 
   /** The address and headers that select the account and the gateway. */
@@ -60,7 +67,7 @@ class Connect {
     return {
       base: `${prefix}/v1`,
       anthropic: prefix,
-      engine: `${location.protocol}//${location.hostname}:${ENGINE_PORT}`,
+      engine: this.engineURL,
       key: this.key.control.value.trim() || PLACEHOLDER_KEY,
       headers: gateway === DEFAULT ? {} : { "cf-aig-gateway-id": gateway },
     };
