@@ -49,6 +49,10 @@ def write_config(urls: dict[str, str]) -> dict[str, Any]:
     return {"oai": {"base_url": urls["fake"]}, "spare": {"base_url": urls["spare"]}}
 
 
+def write_no_providers(urls: dict[str, str]) -> dict[str, Any]:
+    return {}
+
+
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
     with LocalGateway(
@@ -408,6 +412,28 @@ def test_budgets_page_updates_usage(page: Chromium, gateway: LocalGateway) -> No
 
 def of(team: str) -> dict[str, str]:
     return {**ADMIN, "cf-aig-metadata": json.dumps({"team": team})}
+
+
+def test_default_gateway_is_changed_without_a_configuration_file(browser: Chromium, tmp_path: Path) -> None:
+    models = "/v1/models"
+    with LocalGateway(tmp_path, (), write_no_providers, has_config_file=False) as first:
+        assert first.post(models, b"", method="GET")[0] == 200
+        sign_out(browser, first)
+        browser.open(f"{first.url}/#/gateways/default")
+        sign_in(browser, KEY)
+        browser.wait("document.querySelector('.save-bar')")
+        assert browser.js("document.querySelector('#defined-in-file')") is None
+        browser.click("[name=authentication]")
+        browser.type("[name=cache_ttl]", "300")
+        browser.js("document.querySelector('#gateway-settings').requestSubmit()")
+        browser.wait("document.querySelector('#toast').textContent.includes('default are saved')")
+        browser.until(lambda: first.post(models, b"", method="GET")[0] == 401, "a key is required")
+        assert first.post(models, b"", ADMIN, "GET")[0] == 200
+    with LocalGateway(tmp_path, (), write_no_providers, has_config_file=False) as second:
+        assert second.post(models, b"", method="GET")[0] == 401, "also after a restart"
+        assert manage(second, "gateways/default")["value"]["cache_ttl"] == 300
+        changes = [(each["actor"], each["action"]) for each in manage(second, "audit")["items"]]
+        assert changes == [("configured-0", "gateway.update"), ("gateway", "gateway.create")]
 
 
 def test_gateway_is_created_changed_and_selected(page: Chromium, gateway: LocalGateway) -> None:

@@ -78,7 +78,9 @@ class App {
       const { key, account, id } = await (await fetchOk("sign-in", request)).json();
       await this.enter(new Session(key, account, "", id));
     } catch (error) {
-      this.signOut(error.message);
+      const stored = Session.load(); // a link that does not work must not end the session that this tab has
+      if (stored) showToast(error.message);
+      await (stored ? this.enter(stored) : this.signOut(error.message));
     }
   }
 

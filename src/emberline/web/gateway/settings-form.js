@@ -39,7 +39,7 @@ const SECTIONS = [
     number("timeouts.between_events", "Between events, seconds", { min: 0 }),
     number("timeouts.total", "Whole request, seconds", { min: 0 }),
     number("breaker.failures", "Skip a provider after", { min: 1, step: 1, hint: "failures in a row" }),
-    number("breaker.pause", "for, seconds", { min: 0, max: 30, hint: "doubled each time up to 30" }),
+    number("breaker.pause", "Skip it for, seconds", { min: 0, max: 30, hint: "doubled each time up to 30" }),
   ]],
   ["Fallbacks", "Models that are tried in order when a request for a model fails.", [
     { name: "fallbacks", kind: "rows", add: "Add a fallback", row: () => ({ model: "*", to: [] }), fields: [
