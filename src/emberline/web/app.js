@@ -11,7 +11,13 @@ const $ = (id) => document.getElementById(id);
 
 class EnginePage {
   constructor() {
-    this.keyInput = element("input", { name: "key", type: "password", placeholder: "none", autocomplete: "off", spellcheck: false });
+    this.keyInput = element("input", {
+      name: "key",
+      type: "password",
+      placeholder: "none",
+      autocomplete: "off",
+      spellcheck: false,
+    });
     this.charts = element("div", { className: "charts", id: "charts" });
     this.facts = element("p", { className: "facts", id: "facts" });
     const title = element("h2", { id: "load-title" }, "Load ", element("small", {}, "last 60 s"));
@@ -22,14 +28,22 @@ class EnginePage {
       modelInput: element("select"),
       fields: [element("label", { className: "wide" }, "API key", this.keyInput)],
       panelTop: [element("section", { ariaLabel: "Load" }, title, this.charts, this.facts)],
-      snippetAddress: () => ({ base: new URL("v1", document.baseURI.split("#")[0]).href, key: this.key && PLACEHOLDER_KEY }),
+      snippetAddress: () => ({
+        base: new URL("v1", document.baseURI.split("#")[0]).href,
+        key: this.key && PLACEHOLDER_KEY,
+      }),
       about: "Answers stream from the engine on this server. Each one shows its latency, speed and token counts.",
     });
     $("playground").append(this.playground.node);
     this.playground.settings.form.model.addEventListener("input", () => this.showModel());
     this.keyInput.addEventListener("change", () => this.listModels());
     this.playground.prompt.focus();
-    new Load(this.charts, this.facts, () => this.key, (stats, detail) => this.showState(stats, detail)).run();
+    new Load(
+      this.charts,
+      this.facts,
+      () => this.key,
+      (stats, detail) => this.showState(stats, detail),
+    ).run();
   }
 
   get key() {
@@ -53,7 +67,8 @@ class EnginePage {
       if (stats) this.listModels(); // the server has started or restarted, perhaps with another model
     }
     if (!stats) return heat(0);
-    if (stats.engine_restarts > (this.restarts ?? Infinity)) toast("The engine has restarted. Open answers ended with an error.");
+    if (stats.engine_restarts > (this.restarts ?? Infinity))
+      toast("The engine has restarted. Open answers ended with an error.");
     this.restarts = stats.engine_restarts;
     heat(stats.running ? 0.35 + 0.65 * Math.min(1, Math.log10(1 + (detail.generated ?? 0)) / 3) : 0);
   }

@@ -11,7 +11,10 @@ export class Conversation {
   }
 
   get title() {
-    const question = this.turns.find(({ role }) => role === "user")?.content.trim().replace(/\s+/g, " ");
+    const question = this.turns
+      .find(({ role }) => role === "user")
+      ?.content.trim()
+      .replace(/\s+/g, " ");
     return question ? question.slice(0, MAX_TITLE_CHARS) : NEW_TITLE;
   }
 
@@ -33,7 +36,15 @@ export class Conversation {
 
   /** Return an empty answer at the end. After an answer with tool calls, it is the answer to their results. */
   addAnswer() {
-    const answer = { role: "assistant", content: "", reasoning: "", tools: [], ending: "open", error: null, metrics: {} };
+    const answer = {
+      role: "assistant",
+      content: "",
+      reasoning: "",
+      tools: [],
+      ending: "open",
+      error: null,
+      metrics: {},
+    };
     this.turns.push(answer);
     return answer;
   }
@@ -61,14 +72,20 @@ function addMessage(messages, { role, content }) {
   else messages.push({ role, content });
 }
 
-const isFailed = (turn) => turn?.role === "assistant" && turn.ending === "failed" && !turn.content && !turn.tools.length;
+const isFailed = (turn) =>
+  turn?.role === "assistant" && turn.ending === "failed" && !turn.content && !turn.tools.length;
 
 /** Return whether an answer called tools and all have a result. */
-export const hasResults = (turn) => Boolean(turn?.tools?.length) && turn.tools.every(({ result }) => result !== undefined);
+export const hasResults = (turn) =>
+  Boolean(turn?.tools?.length) && turn.tools.every(({ result }) => result !== undefined);
 
 function toolMessages({ content, tools }, i) {
   const id = (tool, n) => tool.id || `call_${i}_${n}`;
-  const calls = tools.map((tool, n) => ({ id: id(tool, n), type: "function", function: { name: tool.name, arguments: tool.arguments } }));
+  const calls = tools.map((tool, n) => ({
+    id: id(tool, n),
+    type: "function",
+    function: { name: tool.name, arguments: tool.arguments },
+  }));
   const results = tools.map((tool, n) => ({ role: "tool", tool_call_id: id(tool, n), content: tool.result }));
   return [{ role: "assistant", content, tool_calls: calls }, ...results];
 }
@@ -111,7 +128,10 @@ export class Conversations {
     for (let kept = this.items.length; kept > 0; kept -= 1) {
       const items = this.items.filter((item, i) => i < kept || item === this.current);
       try {
-        this.storage.setItem(this.key, JSON.stringify({ current: this.current.id, items: items.map(({ id, turns }) => ({ id, turns })) }));
+        this.storage.setItem(
+          this.key,
+          JSON.stringify({ current: this.current.id, items: items.map(({ id, turns }) => ({ id, turns })) }),
+        );
         return true;
       } catch {
         // too large: try with fewer
@@ -121,7 +141,8 @@ export class Conversations {
   }
 }
 
-const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+const newId = () =>
+  Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 function load(storage, key) {
   try {

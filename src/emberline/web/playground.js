@@ -16,17 +16,36 @@ const STARTERS = [
   "Write a Python function that reverses a string.",
   "Give me three names for a lighthouse cat.",
 ];
-const SNIPPETS = [["curl", "curl", "sh", curl], ["python", "Python", "python", python]];
+const SNIPPETS = [
+  ["curl", "curl", "sh", curl],
+  ["python", "Python", "python", python],
+];
 
 export class Playground {
   /** `endpoint`: an Endpoint. `storageKey`: name of what is kept in the browser's storage. `modelInput`: a select or a text input.
       `fields`: further labels of the settings. `panelTop`: nodes above the settings. `snippetAddress()`: { base, key, headers } of
       program text. `detailNodes(turn)`: what to show about an answer. `onAnswer(turn)` is called after each answer; if it returns
       a promise, the answer is drawn again when that is fulfilled. */
-  constructor({ endpoint, storageKey, modelInput, fields = [], panelTop = [], snippetAddress, detailNodes = () => [], onAnswer = () => {}, about }) {
+  constructor({
+    endpoint,
+    storageKey,
+    modelInput,
+    fields = [],
+    panelTop = [],
+    snippetAddress,
+    detailNodes = () => [],
+    onAnswer = () => {},
+    about,
+  }) {
     Object.assign(this, { endpoint, snippetAddress, onAnswer, generation: null, toolRounds: 0 });
     this.conversations = new Conversations(localStorage, `${storageKey}.conversations`);
-    this.settings = new Settings({ storage: localStorage, session: sessionStorage, storageKey: `${storageKey}.settings`, modelInput, fields });
+    this.settings = new Settings({
+      storage: localStorage,
+      session: sessionStorage,
+      storageKey: `${storageKey}.settings`,
+      modelInput,
+      fields,
+    });
     this.node = this.build(panelTop, about);
     const actions = {
       regenerate: () => this.regenerate(),
@@ -54,21 +73,74 @@ export class Playground {
     remove.id = "clear";
     const code = iconButton("code", "This request as curl or Python", () => this.showCode());
     code.id = "code";
-    const toolbar = element("div", { className: "toolbar" }, this.picker, create, remove, code, element("span", { className: "spacer" }), this.panelToggle);
+    const toolbar = element(
+      "div",
+      { className: "toolbar" },
+      this.picker,
+      create,
+      remove,
+      code,
+      element("span", { className: "spacer" }),
+      this.panelToggle,
+    );
     this.list = element("ol", { className: "transcript", id: "transcript" });
     this.log = element("div", { id: "log", role: "log", ariaLabel: "Conversation", ariaBusy: "false" }, this.list);
-    const starters = STARTERS.map((text) => element("li", {}, element("button", { type: "button", onclick: () => this.send(text) }, text)));
-    this.welcome = element("section", { className: "welcome", id: "welcome", ariaLabel: "Start" }, element("h2", {}, "Chat with the model"), element("p", {}, about), element("ul", { className: "starters" }, ...starters));
+    const starters = STARTERS.map((text) =>
+      element("li", {}, element("button", { type: "button", onclick: () => this.send(text) }, text)),
+    );
+    this.welcome = element(
+      "section",
+      { className: "welcome", id: "welcome", ariaLabel: "Start" },
+      element("h2", {}, "Chat with the model"),
+      element("p", {}, about),
+      element("ul", { className: "starters" }, ...starters),
+    );
     this.scroller = element("div", { className: "scroll", id: "scroll", tabIndex: -1 }, this.welcome, this.log);
     this.latest = element("button", { className: "latest", id: "latest", type: "button", hidden: true }, "Latest ↓");
-    this.prompt = element("textarea", { id: "prompt", rows: 1, placeholder: "Message the model", ariaLabel: "Message" });
-    this.problem = element("p", { className: "composer-problem invalid", id: "composer-problem", role: "alert", hidden: true });
-    this.sendButton = element("button", { className: "send", id: "send", type: "submit", ariaLabel: "Send", title: "Send (Enter)" }, icon("send"));
-    this.stopButton = element("button", { className: "send stop", id: "stop", type: "button", ariaLabel: "Stop the answer", title: "Stop (Esc)", hidden: true }, icon("stop"));
-    this.composer = element("form", { className: "composer", id: "composer", autocomplete: "off" }, this.prompt, this.sendButton, this.stopButton);
+    this.prompt = element("textarea", {
+      id: "prompt",
+      rows: 1,
+      placeholder: "Message the model",
+      ariaLabel: "Message",
+    });
+    this.problem = element("p", {
+      className: "composer-problem invalid",
+      id: "composer-problem",
+      role: "alert",
+      hidden: true,
+    });
+    this.sendButton = element(
+      "button",
+      { className: "send", id: "send", type: "submit", ariaLabel: "Send", title: "Send (Enter)" },
+      icon("send"),
+    );
+    this.stopButton = element(
+      "button",
+      {
+        className: "send stop",
+        id: "stop",
+        type: "button",
+        ariaLabel: "Stop the answer",
+        title: "Stop (Esc)",
+        hidden: true,
+      },
+      icon("stop"),
+    );
+    this.composer = element(
+      "form",
+      { className: "composer", id: "composer", autocomplete: "off" },
+      this.prompt,
+      this.sendButton,
+      this.stopButton,
+    );
     const keys = element("p", { className: "keys", id: "keys" }, ...keyHelp());
     const chat = element("div", { className: "chat" }, this.scroller, this.latest, this.problem, this.composer, keys);
-    this.panel = element("aside", { className: "panel", id: "panel", ariaLabel: "Settings" }, ...panelTop, this.settings.form);
+    this.panel = element(
+      "aside",
+      { className: "panel", id: "panel", ariaLabel: "Settings" },
+      ...panelTop,
+      this.settings.form,
+    );
     this.dialog = element("dialog", { className: "code-dialog", id: "code-dialog", ariaLabel: "Program text" });
     return element("div", { className: "playground" }, toolbar, chat, this.panel, this.dialog);
   }
@@ -96,8 +168,9 @@ export class Playground {
     const { signal } = this.listeners;
     addEventListener("pagehide", () => this.conversations.save(), { signal });
     const onkeydown = (event) => {
-      if (event.key === "Escape") this.stop(), narrow.matches && this.openPanel(false);
-      if (event.key === "/" && !event.target.matches("input, textarea, select")) event.preventDefault(), this.prompt.focus();
+      if (event.key === "Escape") (this.stop(), narrow.matches && this.openPanel(false));
+      if (event.key === "/" && !event.target.matches("input, textarea, select"))
+        (event.preventDefault(), this.prompt.focus());
     };
     document.addEventListener("keydown", onkeydown, { signal });
   }
@@ -195,7 +268,8 @@ export class Playground {
     if (this.generation === generation) this.generation = null;
     this.refresh();
     this.transcript.update(answer);
-    if (!this.conversations.save()) toast("This conversation is too large for the browser's storage and will be lost on reload.");
+    if (!this.conversations.save())
+      toast("This conversation is too large for the browser's storage and will be lost on reload.");
     if (answer.error?.status === 401) this.openPanel(true);
     Promise.resolve(this.onAnswer(answer)).then(() => this.transcript.update(answer));
     this.continueAfterTools(conversation, answer);
@@ -203,7 +277,11 @@ export class Playground {
 
   async runExampleTools({ ending, tools }) {
     if (ending !== "complete") return;
-    await Promise.all(tools.filter(({ name }) => isExampleTool(name)).map(async (tool) => (tool.result = await runExampleTool(tool.name, tool.arguments))));
+    await Promise.all(
+      tools
+        .filter(({ name }) => isExampleTool(name))
+        .map(async (tool) => (tool.result = await runExampleTool(tool.name, tool.arguments))),
+    );
   }
 
   /** Ask for the answer to the results of tools, unless the user has to enter one. */
@@ -239,7 +317,9 @@ export class Playground {
 
   refresh() {
     const busy = this.generation !== null;
-    const options = this.conversations.items.map(({ id, title }) => new Option(title, id, false, id === this.conversation.id));
+    const options = this.conversations.items.map(
+      ({ id, title }) => new Option(title, id, false, id === this.conversation.id),
+    );
     this.picker.replaceChildren(...options);
     this.welcome.hidden = this.conversation.turns.length > 0;
     this.sendButton.hidden = busy;
@@ -269,28 +349,60 @@ export class Playground {
     const body = this.body();
     if (!body) return;
     const draft = this.prompt.value.trim();
-    const messages = [...this.conversation.messages(this.settings.system), ...(draft ? [{ role: "user", content: draft }] : [])];
+    const messages = [
+      ...this.conversation.messages(this.settings.system),
+      ...(draft ? [{ role: "user", content: draft }] : []),
+    ];
     const request = { ...body, messages: messages.length ? messages : [{ role: "user", content: STARTERS[0] }] };
     const sections = SNIPPETS.map(([id, title, language, write]) => {
       const text = write(this.snippetAddress(), request);
-      const bar = element("div", { className: "code-bar" }, element("span", {}, title), copyButton(() => text, "Copy the code"));
-      return element("div", { className: "code", data: { snippet: id } }, bar, element("pre", { tabIndex: 0 }, element("code", {}, ...highlight(text, language))));
+      const bar = element(
+        "div",
+        { className: "code-bar" },
+        element("span", {}, title),
+        copyButton(() => text, "Copy the code"),
+      );
+      return element(
+        "div",
+        { className: "code", data: { snippet: id } },
+        bar,
+        element("pre", { tabIndex: 0 }, element("code", {}, ...highlight(text, language))),
+      );
     });
-    const close = element("button", { type: "button", className: "icon", title: "Close", ariaLabel: "Close", onclick: () => this.dialog.close() }, "×");
-    this.dialog.replaceChildren(element("header", {}, element("h2", {}, "This request in a program"), close), ...sections);
+    const close = element(
+      "button",
+      { type: "button", className: "icon", title: "Close", ariaLabel: "Close", onclick: () => this.dialog.close() },
+      "×",
+    );
+    this.dialog.replaceChildren(
+      element("header", {}, element("h2", {}, "This request in a program"), close),
+      ...sections,
+    );
     this.dialog.showModal();
   }
 }
 
 function keyHelp() {
   const key = (name) => element("kbd", {}, name);
-  return [key("Enter"), " sends, ", key("Shift Enter"), " starts a new line, ", key("Esc"), " stops the answer, ", key("/"), " focuses this box, ", key("↑"), " recalls the last message"];
+  return [
+    key("Enter"),
+    " sends, ",
+    key("Shift Enter"),
+    " starts a new line, ",
+    key("Esc"),
+    " stops the answer, ",
+    key("/"),
+    " focuses this box, ",
+    key("↑"),
+    " recalls the last message",
+  ];
 }
 
 export function toast(message, label, action) {
   const node = document.getElementById("toast");
   const close = () => (node.hidden = true);
-  const button = label && element("button", { type: "button", className: "link", onclick: () => (action(), close()) }, label);
+  const button =
+    label && element("button", { type: "button", className: "link", onclick: () => (action(), close()) }, label);
   node.replaceChildren(...[message, button].filter(Boolean));
   node.hidden = false;
   clearTimeout(toast.timer);

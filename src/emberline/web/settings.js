@@ -12,7 +12,11 @@ export class Settings {
     Object.assign(this, { storage, session, storageKey });
     this.modelNote = element("small", { id: "model-note" });
     this.invalid = element("p", { className: "wide invalid", id: "settings-error", role: "alert", hidden: true });
-    this.form = element("form", { id: "settings", ariaLabel: "Settings", autocomplete: "off" }, ...this.build(modelInput, fields));
+    this.form = element(
+      "form",
+      { id: "settings", ariaLabel: "Settings", autocomplete: "off" },
+      ...this.build(modelInput, fields),
+    );
     this.models = [];
     this.restore();
     this.form.addEventListener("input", () => this.changed());
@@ -24,10 +28,17 @@ export class Settings {
     modelInput.name = "model";
     modelInput.addEventListener("input", () => this.describeModel());
     const label = (text, input, className = "") => element("label", { className }, text, input);
-    const area = (name, rows, placeholder) => element("textarea", { name, rows, placeholder, spellcheck: name === "system" });
+    const area = (name, rows, placeholder) =>
+      element("textarea", { name, rows, placeholder, spellcheck: name === "system" });
     const number = (name, text, more) => label(text, element("input", { name, type: "number", step: "1", ...more }));
     const slider = (name, text, min, max, value) =>
-      element("label", { className: "wide slide" }, text, element("output"), element("input", { name, type: "range", min, max, step: "0.05", defaultValue: value }));
+      element(
+        "label",
+        { className: "wide slide" },
+        text,
+        element("output"),
+        element("input", { name, type: "range", min, max, step: "0.05", defaultValue: value }),
+      );
     const title = element("h2", {}, "Settings ", element("button", { className: "link", type: "reset" }, "reset"));
     return [
       title,
@@ -40,8 +51,17 @@ export class Settings {
       number("max_tokens", "Max tokens", { min: "1", max: "2147483647", defaultValue: "512", placeholder: "no limit" }),
       number("seed", "Seed", { min: "0", max: "9007199254740991", placeholder: "random" }),
       label("JSON schema, which the answer must match", area("schema", 3, '{"type": "object", …}'), "wide"),
-      element("label", { className: "wide check" }, element("input", { type: "checkbox", name: "example_tools" }), "Example tools: a calculator and a clock, run in this browser"),
-      label("Own tools, whose results you enter", area("tools", 3, '[{"type": "function", "function": {"name": …}}]'), "wide"),
+      element(
+        "label",
+        { className: "wide check" },
+        element("input", { type: "checkbox", name: "example_tools" }),
+        "Example tools: a calculator and a clock, run in this browser",
+      ),
+      label(
+        "Own tools, whose results you enter",
+        area("tools", 3, '[{"type": "function", "function": {"name": …}}]'),
+        "wide",
+      ),
       this.invalid,
     ];
   }
@@ -63,7 +83,10 @@ export class Settings {
     this.models = models;
     const selected = this.model || this.stored.model;
     const input = this.form.model;
-    const options = models.map((entry) => new Option(input.tagName === "SELECT" ? optionText(entry) : entry.id, entry.id, false, entry.id === selected));
+    const options = models.map(
+      (entry) =>
+        new Option(input.tagName === "SELECT" ? optionText(entry) : entry.id, entry.id, false, entry.id === selected),
+    );
     if (input.tagName === "SELECT") input.replaceChildren(...options);
     else {
       input.list.replaceChildren(...options);
@@ -95,7 +118,8 @@ export class Settings {
     for (const [name, title] of Object.entries(JSON_FIELDS)) {
       try {
         const value = JSON.parse(this.value(name) || "null");
-        if (name === "tools" && value !== null && !Array.isArray(value)) return { field: name, message: `${title} must be a JSON list.` };
+        if (name === "tools" && value !== null && !Array.isArray(value))
+          return { field: name, message: `${title} must be a JSON list.` };
       } catch (error) {
         return { field: name, message: `${title} is not valid JSON: ${error.message}` };
       }
@@ -115,8 +139,12 @@ export class Settings {
   request() {
     const body = { model: this.model };
     const schema = JSON.parse(this.value("schema") || "null");
-    if (schema !== null) body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
-    const tools = [...(this.form.example_tools.checked ? EXAMPLE_TOOLS : []), ...JSON.parse(this.value("tools") || "[]")];
+    if (schema !== null)
+      body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+    const tools = [
+      ...(this.form.example_tools.checked ? EXAMPLE_TOOLS : []),
+      ...JSON.parse(this.value("tools") || "[]"),
+    ];
     if (tools.length) body.tools = tools;
     for (const name of NUMBERS) {
       const text = this.form[name].value;
@@ -178,7 +206,11 @@ function optionText(entry) {
 function describe(entry) {
   if (!entry) return "";
   const count = countParameters(entry);
-  const size = count && (count >= 1e9 ? `${Number((count / 1e9).toPrecision(3))} billion parameters` : `${Math.round(count / 1e6)} million parameters`);
+  const size =
+    count &&
+    (count >= 1e9
+      ? `${Number((count / 1e9).toPrecision(3))} billion parameters`
+      : `${Math.round(count / 1e6)} million parameters`);
   const context = entry.max_model_len ? `context ${entry.max_model_len.toLocaleString("en-US")} tokens` : "";
   return [size, context].filter(Boolean).join(", ");
 }

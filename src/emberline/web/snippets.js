@@ -1,7 +1,19 @@
 /** Program text that calls this server, for each client: pure functions from an address, a key and a request to text. */
 
 const OPENAI_FIELDS = new Set([
-  "model", "messages", "temperature", "top_p", "max_tokens", "seed", "stream", "stop", "tools", "tool_choice", "response_format", "n", "logprobs",
+  "model",
+  "messages",
+  "temperature",
+  "top_p",
+  "max_tokens",
+  "seed",
+  "stream",
+  "stop",
+  "tools",
+  "tool_choice",
+  "response_format",
+  "n",
+  "logprobs",
 ]);
 const KEY_VARIABLE = "EMBERLINE_API_KEY";
 const NO_KEY = "no-key-needed"; // SDKs refuse an empty key
@@ -13,19 +25,33 @@ const hasEntries = (object) => Object.keys(object).length > 0;
 
 /** `endpoint`: { base: URL that ends with /v1, key: text or "", headers: further headers }. */
 export function curl(endpoint, body) {
-  const headers = { "Content-Type": "application/json", ...(endpoint.key && { Authorization: `Bearer ${endpoint.key}` }), ...endpoint.headers };
+  const headers = {
+    "Content-Type": "application/json",
+    ...(endpoint.key && { Authorization: `Bearer ${endpoint.key}` }),
+    ...endpoint.headers,
+  };
   const lines = Object.entries(headers).map(([name, value]) => `  -H ${shell(`${name}: ${value}`)} \\`);
-  return [`curl ${shell(`${endpoint.base}/chat/completions`)} \\`, ...lines, `  -d ${shell(JSON.stringify(body, null, 2))}`].join("\n");
+  return [
+    `curl ${shell(`${endpoint.base}/chat/completions`)} \\`,
+    ...lines,
+    `  -d ${shell(JSON.stringify(body, null, 2))}`,
+  ].join("\n");
 }
 
 export function python(endpoint, body) {
   const named = Object.entries(body).filter(([name]) => OPENAI_FIELDS.has(name));
-  const extra = Object.fromEntries(Object.entries(body).filter(([name]) => !OPENAI_FIELDS.has(name) && name !== "stream_options"));
+  const extra = Object.fromEntries(
+    Object.entries(body).filter(([name]) => !OPENAI_FIELDS.has(name) && name !== "stream_options"),
+  );
   const values = named.map(([name, value]) => `    ${name}=${indent(literal(value), 4)},`);
   if (hasEntries(extra)) values.push(`    extra_body=${indent(literal(extra), 4)},`);
   const headers = hasEntries(endpoint.headers ?? {}) ? `, default_headers=${literal(endpoint.headers)}` : "";
   const print = body.stream
-    ? ["for chunk in reply:", "    if chunk.choices:", '        print(chunk.choices[0].delta.content or "", end="", flush=True)']
+    ? [
+        "for chunk in reply:",
+        "    if chunk.choices:",
+        '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
+      ]
     : ["print(reply.choices[0].message.content)"];
   return [
     "from openai import OpenAI",
@@ -42,9 +68,12 @@ export function python(endpoint, body) {
 function literal(value) {
   if (value === null || value === undefined) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
-  if (Array.isArray(value)) return value.length ? `[\n${value.map((each) => `    ${indent(literal(each), 4)},`).join("\n")}\n]` : "[]";
+  if (Array.isArray(value))
+    return value.length ? `[\n${value.map((each) => `    ${indent(literal(each), 4)},`).join("\n")}\n]` : "[]";
   if (typeof value !== "object") return JSON.stringify(value);
-  const lines = Object.entries(value).map(([name, each]) => `    ${JSON.stringify(name)}: ${indent(literal(each), 4)},`);
+  const lines = Object.entries(value).map(
+    ([name, each]) => `    ${JSON.stringify(name)}: ${indent(literal(each), 4)},`,
+  );
   return lines.length ? `{\n${lines.join("\n")}\n}` : "{}";
 }
 
@@ -56,8 +85,13 @@ export function clients(endpoint, model) {
   const headers = endpoint.headers ?? {};
   const body = { model, messages: [{ role: "user", content: "Name the capital of France." }], temperature: 0 };
   const withHeaders = (name) => (hasEntries(headers) ? `,\n  ${name}: ${json(headers, 2)}` : "");
-  const exports = (variables) => Object.entries(variables).map(([name, value]) => `export ${name}=${shell(value)}`).join("\n");
-  const customHeaders = Object.entries(headers).map(([name, value]) => `${name}: ${value}`).join("\n");
+  const exports = (variables) =>
+    Object.entries(variables)
+      .map(([name, value]) => `export ${name}=${shell(value)}`)
+      .join("\n");
+  const customHeaders = Object.entries(headers)
+    .map(([name, value]) => `${name}: ${value}`)
+    .join("\n");
   const opencode = {
     $schema: "https://opencode.ai/config.json",
     model: `emberline/${model}`,
@@ -79,11 +113,23 @@ export function clients(endpoint, model) {
     `base_url = ${JSON.stringify(endpoint.base)}`,
     `env_key = "${KEY_VARIABLE}"`,
     'wire_api = "responses"',
-    ...(hasEntries(headers) ? [`http_headers = { ${Object.entries(headers).map(([name, value]) => `${JSON.stringify(name)} = ${JSON.stringify(value)}`).join(", ")} }`] : []),
+    ...(hasEntries(headers)
+      ? [
+          `http_headers = { ${Object.entries(headers)
+            .map(([name, value]) => `${JSON.stringify(name)} = ${JSON.stringify(value)}`)
+            .join(", ")} }`,
+        ]
+      : []),
   ];
   return [
     { id: "curl", title: "curl", language: "sh", note: "", code: curl(endpoint, body) },
-    { id: "openai-python", title: "OpenAI, Python", language: "python", note: "pip install openai", code: python(endpoint, body) },
+    {
+      id: "openai-python",
+      title: "OpenAI, Python",
+      language: "python",
+      note: "pip install openai",
+      code: python(endpoint, body),
+    },
     {
       id: "openai-js",
       title: "OpenAI, JavaScript",
@@ -129,8 +175,20 @@ print(reply.content[0].text)`,
         ...(customHeaders && { ANTHROPIC_CUSTOM_HEADERS: customHeaders }),
       })}\nclaude`,
     },
-    { id: "codex", title: "Codex", language: "toml", note: `in ~/.codex/config.toml; then: export ${KEY_VARIABLE}=${shell(key)}; codex`, code: codex.join("\n") },
-    { id: "opencode", title: "opencode", language: "json", note: "in opencode.json of your project; then: opencode", code: json(opencode) },
+    {
+      id: "codex",
+      title: "Codex",
+      language: "toml",
+      note: `in ~/.codex/config.toml; then: export ${KEY_VARIABLE}=${shell(key)}; codex`,
+      code: codex.join("\n"),
+    },
+    {
+      id: "opencode",
+      title: "opencode",
+      language: "json",
+      note: "in opencode.json of your project; then: opencode",
+      code: json(opencode),
+    },
     {
       id: "ai-sdk",
       title: "AI SDK",

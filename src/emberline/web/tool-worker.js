@@ -1,7 +1,16 @@
 /** Runs one call of an example tool. Expressions are parsed here and never evaluated as program text. */
 
 const TOKEN = /\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|[a-z]+|[-+*/%^(),])/iy;
-const FUNCTIONS = { sqrt: Math.sqrt, sin: Math.sin, cos: Math.cos, tan: Math.tan, log: Math.log, exp: Math.exp, abs: Math.abs, round: Math.round };
+const FUNCTIONS = {
+  sqrt: Math.sqrt,
+  sin: Math.sin,
+  cos: Math.cos,
+  tan: Math.tan,
+  log: Math.log,
+  exp: Math.exp,
+  abs: Math.abs,
+  round: Math.round,
+};
 const CONSTANTS = { pi: Math.PI, e: Math.E };
 const MAX_CHARS = 1000;
 
@@ -16,7 +25,8 @@ onmessage = ({ data: { name, argumentsText } }) => {
 
 const TOOLS = {
   calculate: ({ expression }) => String(calculate(String(expression))),
-  current_time: ({ timezone = "UTC" }) => new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long", timeZone: timezone }).format(new Date()),
+  current_time: ({ timezone = "UTC" }) =>
+    new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long", timeZone: timezone }).format(new Date()),
 };
 
 function calculate(text) {
@@ -42,7 +52,8 @@ const isOperator = (token, operators) => token !== undefined && operators.includ
 
 function sum(tokens) {
   let value = product(tokens);
-  while (isOperator(tokens[0], ["+", "-"])) value = tokens.shift() === "+" ? value + product(tokens) : value - product(tokens);
+  while (isOperator(tokens[0], ["+", "-"]))
+    value = tokens.shift() === "+" ? value + product(tokens) : value - product(tokens);
   return value;
 }
 

@@ -7,11 +7,19 @@ export const EXAMPLE_TOOLS = [
   tool("calculate", "Compute an arithmetic expression with + - * / % ^, parentheses, sqrt, sin, cos, log, exp, pi.", {
     expression: { type: "string", description: "such as 3 * (4 + 5)" },
   }),
-  tool("current_time", "Return the current date and time.", { timezone: { type: "string", description: "such as Europe/Paris; UTC if left out" } }, []),
+  tool(
+    "current_time",
+    "Return the current date and time.",
+    { timezone: { type: "string", description: "such as Europe/Paris; UTC if left out" } },
+    [],
+  ),
 ];
 
 function tool(name, description, properties, required = Object.keys(properties)) {
-  return { type: "function", function: { name, description, parameters: { type: "object", properties, required, additionalProperties: false } } };
+  return {
+    type: "function",
+    function: { name, description, parameters: { type: "object", properties, required, additionalProperties: false } },
+  };
 }
 
 export const isExampleTool = (name) => EXAMPLE_TOOLS.some((each) => each.function.name === name);
@@ -35,6 +43,8 @@ export function runExampleTool(name, argumentsText) {
 /** The pages' policy requires a checked type for the address of a worker. */
 function workerURL() {
   const address = new URL("./tool-worker.js", import.meta.url).href;
-  const policy = (workerURL.policy ??= globalThis.trustedTypes?.createPolicy("emberline-tool-worker", { createScriptURL: (url) => url }));
+  const policy = (workerURL.policy ??= globalThis.trustedTypes?.createPolicy("emberline-tool-worker", {
+    createScriptURL: (url) => url,
+  }));
   return policy ? policy.createScriptURL(address) : address;
 }

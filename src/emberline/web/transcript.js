@@ -66,17 +66,30 @@ class QuestionView {
   }
 
   edit() {
-    const text = element("textarea", { className: "edited", value: this.turn.content, rows: 3, ariaLabel: "Edited message" });
+    const text = element("textarea", {
+      className: "edited",
+      value: this.turn.content,
+      rows: 3,
+      ariaLabel: "Edited message",
+    });
     const send = element("button", { type: "submit", className: "small-button" }, "Send again");
     const cancel = element("button", { type: "button", className: "link", onclick: () => this.update() }, "Cancel");
-    const form = element("form", { className: "edit" }, text, element("p", {}, "The answers after this message are removed. "), send, cancel);
+    const form = element(
+      "form",
+      { className: "edit" },
+      text,
+      element("p", {}, "The answers after this message are removed. "),
+      send,
+      cancel,
+    );
     form.onsubmit = (event) => {
       event.preventDefault();
       if (text.value.trim()) this.actions.edit(this.turn, text.value);
     };
     text.onkeydown = (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) event.preventDefault(), form.requestSubmit();
-      if (event.key === "Escape") event.stopPropagation(), this.update();
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing)
+        (event.preventDefault(), form.requestSubmit());
+      if (event.key === "Escape") (event.stopPropagation(), this.update());
     };
     this.node.replaceChildren(form);
     text.focus();
@@ -88,7 +101,12 @@ class AnswerView {
     this.turn = turn;
     this.actions = actions;
     this.thoughts = element("p");
-    this.thinking = element("details", { className: "thinking", hidden: true }, element("summary", {}, "Reasoning"), this.thoughts);
+    this.thinking = element(
+      "details",
+      { className: "thinking", hidden: true },
+      element("summary", {}, "Reasoning"),
+      this.thoughts,
+    );
     this.text = element("div", { className: "text" });
     this.tools = element("div", { className: "tools", hidden: true });
     this.mark = element("span", { className: "ending", hidden: true });
@@ -102,7 +120,16 @@ class AnswerView {
       iconButton("again", "Regenerate the answer", () => actions.regenerate()),
     );
     this.foot = element("div", { className: "foot" }, this.mark, this.metrics, this.details, this.buttons);
-    this.node = element("li", { className: "turn answer" }, screenReaderText("The model: "), this.thinking, this.text, this.tools, this.notice, this.foot);
+    this.node = element(
+      "li",
+      { className: "turn answer" },
+      screenReaderText("The model: "),
+      this.thinking,
+      this.text,
+      this.tools,
+      this.notice,
+      this.foot,
+    );
     this.update();
   }
 
@@ -134,18 +161,42 @@ class AnswerView {
   }
 
   toolCard(tool, isOpen) {
-    const call = element("div", { className: "tool-call" }, element("b", {}, tool.name), element("code", {}, tool.arguments));
+    const call = element(
+      "div",
+      { className: "tool-call" },
+      element("b", {}, tool.name),
+      element("code", {}, tool.arguments),
+    );
     if (isOpen) return element("div", { className: "tool" }, call);
-    if (tool.result !== undefined) return element("div", { className: "tool" }, call, element("div", { className: "tool-result" }, element("small", {}, "result"), element("code", {}, tool.result)));
-    const input = element("input", { type: "text", placeholder: "the tool's result", ariaLabel: `Result of ${tool.name}` });
-    const form = element("form", { className: "tool-result" }, input, element("button", { type: "submit", className: "small-button" }, "Send result"));
+    if (tool.result !== undefined)
+      return element(
+        "div",
+        { className: "tool" },
+        call,
+        element("div", { className: "tool-result" }, element("small", {}, "result"), element("code", {}, tool.result)),
+      );
+    const input = element("input", {
+      type: "text",
+      placeholder: "the tool's result",
+      ariaLabel: `Result of ${tool.name}`,
+    });
+    const form = element(
+      "form",
+      { className: "tool-result" },
+      input,
+      element("button", { type: "submit", className: "small-button" }, "Send result"),
+    );
     form.onsubmit = (event) => (event.preventDefault(), this.actions.setToolResult(this.turn, tool, input.value));
     return element("div", { className: "tool" }, call, form);
   }
 
   warn(error) {
     if (!error || !this.notice.hidden) return;
-    const retry = element("button", { type: "button", className: "retry", onclick: () => this.actions.regenerate() }, "Try again");
+    const retry = element(
+      "button",
+      { type: "button", className: "retry", onclick: () => this.actions.regenerate() },
+      "Try again",
+    );
     const wait = error.retryAfter ? element("p", { className: "wait" }) : null;
     const title = element("strong", {}, error.status ? `${error.title} (${error.status})` : error.title);
     this.notice.append(...[title, element("p", {}, error.message), wait, retry].filter(Boolean));
@@ -185,7 +236,12 @@ function metricNodes({ ttft, rate, prompt, cached, completion, accepted, drafted
   const nodes = [
     metric("ttft", "TTFT", duration(ttft), "time to first token, measured in this browser"),
     rate && metric("rate", "speed", `${approximate}${number(rate)} tok/s`, "tokens per second after the first token"),
-    metric("completion", "tokens", `${approximate}${completion}`, exact ? "tokens generated" : "estimated while streaming; exact at the end"),
+    metric(
+      "completion",
+      "tokens",
+      `${approximate}${completion}`,
+      exact ? "tokens generated" : "estimated while streaming; exact at the end",
+    ),
   ];
   if (prompt !== undefined) {
     const share = element("span", { className: "share" });
@@ -193,7 +249,15 @@ function metricNodes({ ttft, rate, prompt, cached, completion, accepted, drafted
     nodes.push(metric("prompt", "prompt", String(prompt), "prompt tokens"));
     nodes.push(metric("cached", "cached", String(cached), "prompt tokens served from the prefix cache", share));
   }
-  if (drafted) nodes.push(metric("accepted", "accepted", `${accepted} / ${drafted}`, "drafted tokens that were right, of all drafted tokens"));
+  if (drafted)
+    nodes.push(
+      metric(
+        "accepted",
+        "accepted",
+        `${accepted} / ${drafted}`,
+        "drafted tokens that were right, of all drafted tokens",
+      ),
+    );
   nodes.push(metric("seconds", "total", duration(seconds), "from the request to the last token"));
   return nodes.filter(Boolean);
 }

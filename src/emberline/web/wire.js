@@ -42,7 +42,11 @@ export class Endpoint {
   /** Yield the chunks of one streamed chat completion. Leaving the loop or aborting the signal cancels the request. */
   async *chat(body, signal, onreply) {
     const request = { ...body, stream: true, stream_options: { include_usage: true } };
-    const response = await send(`${this.prefix}/chat/completions`, this.headers(), { method: "POST", body: JSON.stringify(request), signal });
+    const response = await send(`${this.prefix}/chat/completions`, this.headers(), {
+      method: "POST",
+      body: JSON.stringify(request),
+      signal,
+    });
     onreply(response.headers);
     let ended = false;
     for await (const data of events(response.body, signal)) {
@@ -98,7 +102,11 @@ export async function* events(stream, signal) {
 function failure(error, status = 0, retryAfter = null) {
   const field = error.param ? `: ${error.param}` : "";
   const details = { status, param: error.param, retryAfter: retryAfter === null ? null : Number(retryAfter) || null };
-  return new WireError(`${TITLES[error.code] ?? TITLES[status] ?? "Server error"}${field}`, error.message ?? "The server gave no reason.", details);
+  return new WireError(
+    `${TITLES[error.code] ?? TITLES[status] ?? "Server error"}${field}`,
+    error.message ?? "The server gave no reason.",
+    details,
+  );
 }
 
 const connectionLost = () => new WireError("The connection was lost", "The answer above is incomplete.");

@@ -18,8 +18,19 @@ class Connect {
   constructor(session, context) {
     Object.assign(this, { session, context, engineURL: "", client: "curl" });
     const gateways = context.gateways.map((name) => [name, name]);
-    this.gateway = field({ name: "gateway", label: "Gateway", kind: "select", options: gateways, value: session.gateway || DEFAULT });
-    this.key = field({ name: "key", label: "Key", placeholder: "paste a key that you have, or create one", id: "connect-key" });
+    this.gateway = field({
+      name: "gateway",
+      label: "Gateway",
+      kind: "select",
+      options: gateways,
+      value: session.gateway || DEFAULT,
+    });
+    this.key = field({
+      name: "key",
+      label: "Key",
+      placeholder: "paste a key that you have, or create one",
+      id: "connect-key",
+    });
     this.model = field({ name: "model", label: "Model", id: "connect-model", required: true });
     this.names = element("datalist", { id: "connect-models" });
     this.model.control.setAttribute("list", this.names.id);
@@ -39,15 +50,46 @@ class Connect {
     create.id = "create-connect-key";
     const test = button("Send a test request", () => this.test());
     test.id = "connect-test";
-    const keyFields = element("div", { className: "fields" }, this.gateway, this.model, this.names, this.key, element("div", { className: "check" }, create));
+    const keyFields = element(
+      "div",
+      { className: "fields" },
+      this.gateway,
+      this.model,
+      this.names,
+      this.key,
+      element("div", { className: "check" }, create),
+    );
     this.draw();
     return element(
       "div",
       { id: "connect" },
-      head("Connect", "Use the gateway from your own program. Every client needs the same three things: an address, a key and a model.", this.engineLink(), link("static/reference.html", "API reference")),
-      element("section", { className: "card" }, element("h3", {}, "1. Address"), element("div", { className: "address" }, this.url, copyButton(() => this.url.textContent, "Copy the address"))),
+      head(
+        "Connect",
+        "Use the gateway from your own program. Every client needs the same three things: an address, a key and a model.",
+        this.engineLink(),
+        link("static/reference.html", "API reference"),
+      ),
+      element(
+        "section",
+        { className: "card" },
+        element("h3", {}, "1. Address"),
+        element(
+          "div",
+          { className: "address" },
+          this.url,
+          copyButton(() => this.url.textContent, "Copy the address"),
+        ),
+      ),
       element("section", { className: "card" }, element("h3", {}, "2. Key and model"), keyFields, this.keyNotice),
-      element("section", { className: "card" }, element("h3", {}, "3. Client"), this.tabs, this.snippet, element("div", { className: "buttons" }, test), this.answer),
+      element(
+        "section",
+        { className: "card" },
+        element("h3", {}, "3. Client"),
+        this.tabs,
+        this.snippet,
+        element("div", { className: "buttons" }, test),
+        this.answer,
+      ),
     );
   }
 
@@ -91,8 +133,20 @@ class Connect {
     };
     this.tabs.replaceChildren(...all.map(tab));
     const { code, language, note } = all.find(({ id }) => id === this.client);
-    const bar = element("div", { className: "code-bar" }, element("span", {}, note || language), copyButton(() => code, "Copy the code"));
-    this.snippet.replaceChildren(element("div", { className: "code" }, bar, element("pre", { tabIndex: 0 }, element("code", {}, ...highlight(code, language)))));
+    const bar = element(
+      "div",
+      { className: "code-bar" },
+      element("span", {}, note || language),
+      copyButton(() => code, "Copy the code"),
+    );
+    this.snippet.replaceChildren(
+      element(
+        "div",
+        { className: "code" },
+        bar,
+        element("pre", { tabIndex: 0 }, element("code", {}, ...highlight(code, language))),
+      ),
+    );
   }
 
   async createKey() {
@@ -100,7 +154,12 @@ class Connect {
     const name = `connect ${new Date().toISOString().slice(0, 16).replace("T", " ")}`;
     const { secret } = await this.session.api.send("POST", "keys", { name, kind: "virtual", gateways: [gateway] });
     this.key.control.value = secret;
-    this.keyNotice.replaceChildren(element("strong", {}, "Copy it now. "), `It is shown only here and only now. It may use the models of the gateway ${gateway}; change or revoke it on the page `, link("#/keys", "Keys"), ".");
+    this.keyNotice.replaceChildren(
+      element("strong", {}, "Copy it now. "),
+      `It is shown only here and only now. It may use the models of the gateway ${gateway}; change or revoke it on the page `,
+      link("#/keys", "Keys"),
+      ".",
+    );
     this.draw();
   }
 
@@ -108,14 +167,30 @@ class Connect {
   async test() {
     const { base, key, headers } = this.endpoint;
     this.answer.textContent = "Waiting for the answer …";
-    const body = { model: this.model.control.value.trim(), messages: [{ role: "user", content: "Name the capital of France." }], temperature: 0, max_tokens: 64 };
+    const body = {
+      model: this.model.control.value.trim(),
+      messages: [{ role: "user", content: "Name the capital of France." }],
+      temperature: 0,
+      max_tokens: 64,
+    };
     const authorization = key === PLACEHOLDER_KEY ? {} : { authorization: `Bearer ${key}` };
     try {
-      const request = { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json", ...authorization, ...headers }, signal: this.context.signal };
+      const request = {
+        method: "POST",
+        body: JSON.stringify(body),
+        headers: { "content-type": "application/json", ...authorization, ...headers },
+        signal: this.context.signal,
+      };
       const reply = await (await fetchOk(`${base}/chat/completions`, request, this.context.signal)).json();
-      this.answer.replaceChildren(element("strong", { className: "answered" }, "✓ Answered: "), reply.choices?.[0]?.message?.content ?? "(no text)");
+      this.answer.replaceChildren(
+        element("strong", { className: "answered" }, "✓ Answered: "),
+        reply.choices?.[0]?.message?.content ?? "(no text)",
+      );
     } catch (error) {
-      this.answer.replaceChildren(element("strong", { className: "failed" }, `✕ Failed${error.status ? ` (${error.status})` : ""}: `), error.message);
+      this.answer.replaceChildren(
+        element("strong", { className: "failed" }, `✕ Failed${error.status ? ` (${error.status})` : ""}: `),
+        error.message,
+      );
     }
   }
 }

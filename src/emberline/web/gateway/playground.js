@@ -19,18 +19,37 @@ export async function playground(session, context) {
 class GatewayPlayground {
   constructor(session, context) {
     Object.assign(this, { session, context });
-    this.gateway = element("select", { name: "gateway" }, ...context.gateways.map((name) => new Option(name, name, false, name === (session.gateway || DEFAULT))));
+    this.gateway = element(
+      "select",
+      { name: "gateway" },
+      ...context.gateways.map((name) => new Option(name, name, false, name === (session.gateway || DEFAULT))),
+    );
     this.skipCache = element("input", { type: "checkbox", name: "skip_cache" });
     const names = element("datalist", { id: "models" });
-    const model = element("input", { type: "text", id: "model", placeholder: "provider/model", spellcheck: false, autocomplete: "off", required: true });
+    const model = element("input", {
+      type: "text",
+      id: "model",
+      placeholder: "provider/model",
+      spellcheck: false,
+      autocomplete: "off",
+      required: true,
+    });
     model.setAttribute("list", names.id);
-    const endpoint = new Endpoint({ prefix: `accounts/${encodeURIComponent(session.account)}/ai/v1`, headers: () => this.headers(), readDetails });
+    const endpoint = new Endpoint({
+      prefix: `accounts/${encodeURIComponent(session.account)}/ai/v1`,
+      headers: () => this.headers(),
+      readDetails,
+    });
     endpoint.models = () => loadModels(session, this.gateway.value, context.signal);
     this.playground = new Playground({
       endpoint,
       storageKey: "emberline.gateway.playground",
       modelInput: model,
-      fields: [names, element("label", { className: "wide" }, "Gateway", this.gateway), element("label", { className: "wide check" }, this.skipCache, "Skip the cache")],
+      fields: [
+        names,
+        element("label", { className: "wide" }, "Gateway", this.gateway),
+        element("label", { className: "wide check" }, this.skipCache, "Skip the cache"),
+      ],
       snippetAddress: () => this.snippetAddress(),
       detailNodes,
       onAnswer: (answer) => this.loadCost(answer),
@@ -62,7 +81,9 @@ class GatewayPlayground {
   async loadCost({ details }) {
     for (let i = 0; details?.id && i < LOG_ATTEMPTS && !this.context.signal.aborted; i += 1) {
       await new Promise((wake) => setTimeout(wake, LOG_RETRY_MS));
-      const { items } = await this.session.api.get("logs", { id: details.id, limit: 1 }, this.context.signal).catch(() => ({ items: [] }));
+      const { items } = await this.session.api
+        .get("logs", { id: details.id, limit: 1 }, this.context.signal)
+        .catch(() => ({ items: [] }));
       if (items.length) return (details.cost = costOf(items[0]));
     }
   }
