@@ -67,7 +67,7 @@ class FakeServer:
         return self.counters | {
             "running": self.running, "waiting": 0, "kv_usage": used / 512, "blocks_total": 512, "preemptions": 0,
             "blocks_free": 512 - used - 90, "blocks_cached": 90, "model": "fake", "uptime_seconds": time.monotonic(),
-            "engine_state": "ready", "engine_restarts": 0,
+            "engine_state": "ready", "engine_restarts": 0, "dashboard": "http://127.0.0.1:8080",
         }  # fmt: skip
 
 

@@ -342,6 +342,7 @@ class ServerConfig(InferenceServiceConfig):
     response_store_size: int = option(
         256 << 20, "Maximum size of stored responses in bytes; the oldest are deleted first.", unit="bytes"
     )
+    dashboard: str | None = option(None, "URL of a gateway's dashboard, for a link in the playground.", metavar="URL")
     closed: bool = False  # without API keys, answer only the router, which has the cluster key
     worker: WorkerConfig | None = None  # None: not part of a cluster
 
@@ -349,6 +350,9 @@ class ServerConfig(InferenceServiceConfig):
         InferenceServiceConfig.__post_init__(self)
         _check_positive(self, "stall_timeout")
         _check_worker_tls(self)
+        if self.dashboard is not None and not self.dashboard.startswith(("http://", "https://")):
+            message = f"dashboard is {self.dashboard[:200]!r}; it must be an http or https URL"
+            raise InvalidRequest(message, param="dashboard", hint="write --dashboard http://HOST:PORT")
         if not self.models:
             raise InvalidRequest(
                 "models is empty: there is no model to serve", param="models", hint="name one: emberline serve MODEL"

@@ -67,6 +67,8 @@ class EnginePage {
       if (stats) this.listModels(); // the server has started or restarted, perhaps with another model
     }
     if (!stats) return heat(0);
+    $("dashboard").hidden = !/^https?:/.test(stats.dashboard ?? "");
+    if (!$("dashboard").hidden) $("dashboard").href = stats.dashboard;
     if (stats.engine_restarts > (this.restarts ?? Infinity))
       toast("The engine has restarted. Open answers ended with an error.");
     this.restarts = stats.engine_restarts;
