@@ -327,6 +327,7 @@ class ServerConfig(InferenceServiceConfig):
     tool_style: str = option(
         "auto", "Format of tool calls, such as hermes or kimi; auto: what the chat template shows.", metavar="NAME"
     )
+    dashboard: str | None = option(None, "URL of a gateway's dashboard, for a link in the playground.", metavar="URL")
     reasoning_style: str = option(
         "auto", "Format of reasoning, such as think, or none; auto: what the chat template shows.", metavar="NAME"
     )
@@ -342,7 +343,6 @@ class ServerConfig(InferenceServiceConfig):
     response_store_size: int = option(
         256 << 20, "Maximum size of stored responses in bytes; the oldest are deleted first.", unit="bytes"
     )
-    dashboard: str | None = option(None, "URL of a gateway's dashboard, for a link in the playground.", metavar="URL")
     closed: bool = False  # without API keys, answer only the router, which has the cluster key
     worker: WorkerConfig | None = None  # None: not part of a cluster
 
@@ -350,9 +350,6 @@ class ServerConfig(InferenceServiceConfig):
         InferenceServiceConfig.__post_init__(self)
         _check_positive(self, "stall_timeout")
         _check_worker_tls(self)
-        if self.dashboard is not None and not self.dashboard.startswith(("http://", "https://")):
-            message = f"dashboard is {self.dashboard[:200]!r}; it must be an http or https URL"
-            raise InvalidRequest(message, param="dashboard", hint="write --dashboard http://HOST:PORT")
         if not self.models:
             raise InvalidRequest(
                 "models is empty: there is no model to serve", param="models", hint="name one: emberline serve MODEL"
@@ -363,6 +360,9 @@ class ServerConfig(InferenceServiceConfig):
                 param="models",
                 hint="give the model another name: ALIAS=MODEL",
             )
+        if self.dashboard is not None and not self.dashboard.startswith(("http://", "https://")):
+            message = f"dashboard is {self.dashboard[:200]!r}; it must be an http or https URL"
+            raise InvalidRequest(message, param="dashboard", hint="write --dashboard http://HOST:PORT")
         if len(self.models) > 1:
             styles = ((name, getattr(self, name) != "auto") for name in ("tool_style", "reasoning_style"))
             for name, is_set in (("chat_template", self.chat_template), *styles):

@@ -41,7 +41,7 @@ ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read
 SEND_CHUNK_BYTES = 1 << 18
 DEFAULT_CONTENT_TYPE = "application/octet-stream"
 MAX_ADMIN_BODY_BYTES = 4 << 20
-MAX_SIGN_IN_BODY_BYTES = 1024
+MAX_SIGN_IN_BODY_BYTES, SIGN_IN_BODY_TIMEOUT_S = 1024, 10.0
 # The dashboard has an admin key: no site may frame it, and no data that it shows may become a script.
 PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -207,7 +207,13 @@ class GatewayApp:
                 _send_export(exchange, self._admin.export(exchange.method, exchange.path, exchange.query, identity))
             )
             return
-        body = await _read_json_body(exchange, min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
+        except TimeoutError:
+            raise _make_body_timeout_error() from None
+        if body:
+            require_json(exchange.header("content-type"))
         status, found = await self._admin.handle(
             exchange.method, exchange.path, exchange.query, body, identity, _client_origin(exchange)
         )
@@ -215,7 +221,15 @@ class GatewayApp:
 
     async def _exchange_sign_in_token(self, exchange: Exchange) -> None:
         check_sign_in_connection(exchange.scheme, exchange.client, _request_headers(exchange))
-        key = await self.sign_in.exchange_token(await _read_json_body(exchange, MAX_SIGN_IN_BODY_BYTES))
+        require_json(exchange.header("content-type"))
+        try:
+            async with asyncio.timeout(SIGN_IN_BODY_TIMEOUT_S):
+                body = await exchange.read_body(MAX_SIGN_IN_BODY_BYTES)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"the sign-in token was not received within {SIGN_IN_BODY_TIMEOUT_S:.0f} s", hint="send it again"
+            ) from None
+        key = await self.sign_in.exchange_token(body)
         reply = {"id": key.id, "key": key.secret, "account": DEFAULT_NAME, "expires": key.expires}
         await exchange.reply_json(reply, headers={"cache-control": "no-store"})
 
@@ -247,17 +261,6 @@ class GatewayApp:
             )
         text = render_exposition([*self._metrics.families(), self._replies.family()])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _read_json_body(exchange: Exchange, max_bytes: int) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await exchange.read_body(max_bytes)
-    except TimeoutError:
-        raise _make_body_timeout_error() from None
-    if body:
-        require_json(exchange.header("content-type"))
-    return body
 
 
 async def _send_export(exchange: Exchange, lines: AsyncIterator[bytes]) -> None:
