@@ -77,7 +77,7 @@ class Explorer {
     const toggle = element("label", { className: "live-toggle" }, this.live, "Live");
     this.follow();
     this.fillLists().catch(() => {}); // values can be entered without the lists
-    const about = "Newest first. There is one record for each request, also for those that were rejected.";
+    const about = "Newest first. There is one record for each request.";
     return element("div", {}, head("Logs", about, back, toggle), this.filters(), this.records, this.foot);
   }
 
