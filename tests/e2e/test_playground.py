@@ -401,7 +401,7 @@ def test_tools_run_in_a_sandbox_or_wait_for_a_result(page: Chromium, fake: FakeS
 
 
 def test_request_is_shown_as_program_text(page: Chromium, fake: FakeServer) -> None:
-    assert page.text(".bar").split("\n")[-2:] == ["Dashboard", "API reference"]
+    assert page.text(".bar").split("\n")[-2:] == ["Dashboard", "API"]
     assert page.js("document.querySelector('#dashboard').href") == "http://127.0.0.1:8080/"
     page.type("#settings [name=key]", "a-secret")
     page.type("#prompt", "it's a draft")
