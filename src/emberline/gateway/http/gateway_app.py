@@ -15,7 +15,8 @@ from emberline.api.openai import models
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelNotFound, ShuttingDown, Unauthorized
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import AdminAPI
-from emberline.gateway.core.paths import accepts_any_content_type, parse_models_path
+from emberline.gateway.admin.sign_in import SIGN_IN_PATH, SignIn, check_sign_in_connection
+from emberline.gateway.core.paths import DEFAULT_NAME, accepts_any_content_type, parse_models_path
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.dialects.gemini import models as gemini_models
 from emberline.gateway.error_replies import error_event, error_reply
@@ -41,6 +42,7 @@ ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read
 SEND_CHUNK_BYTES = 1 << 18
 DEFAULT_CONTENT_TYPE = "application/octet-stream"
 MAX_ADMIN_BODY_BYTES = 4 << 20
+MAX_SIGN_IN_BODY_BYTES, SIGN_IN_BODY_TIMEOUT_S = 1024, 10.0
 # The dashboard has an admin key: no site may frame it, and no data that it shows may become a script.
 PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -60,6 +62,7 @@ class GatewayApp:
         gateway: Gateway,
         run_handler: RunHandler,
         admin: AdminAPI,
+        sign_in: SignIn,
         models: ModelLister,
         store: GatewayStore,
         metrics: GatewayMetrics,
@@ -71,6 +74,7 @@ class GatewayApp:
         self._gateway = gateway
         self._run_handler = run_handler
         self._admin = admin
+        self.sign_in = sign_in
         self._models = models
         self.store = store
         self._metrics = metrics
@@ -130,6 +134,8 @@ class GatewayApp:
                 return page
             if parse_models_path(exchange.path) is not None:
                 return self._list_models
+        if exchange.path == SIGN_IN_PATH and exchange.method == "POST":
+            return self._exchange_sign_in_token
         if AdminAPI.handles_path(path) and "/ai/v1/" not in path and not RunHandler.handles_path(path):
             return self._answer_admin_request
         return None
@@ -213,6 +219,20 @@ class GatewayApp:
             exchange.method, exchange.path, exchange.query, body, identity, _client_origin(exchange)
         )
         await exchange.reply_json(found, status, {"cache-control": "no-store"})
+
+    async def _exchange_sign_in_token(self, exchange: Exchange) -> None:
+        check_sign_in_connection(exchange.scheme, exchange.client, _request_headers(exchange))
+        require_json(exchange.header("content-type"))
+        try:
+            async with asyncio.timeout(SIGN_IN_BODY_TIMEOUT_S):
+                body = await exchange.read_body(MAX_SIGN_IN_BODY_BYTES)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"the sign-in token was not received within {SIGN_IN_BODY_TIMEOUT_S:.0f} s", hint="send it again"
+            ) from None
+        key = await self.sign_in.exchange_token(body)
+        reply = {"id": key.id, "key": key.secret, "account": DEFAULT_NAME, "expires": key.expires}
+        await exchange.reply_json(reply, headers={"cache-control": "no-store"})
 
     async def _list_models(self, exchange: Exchange) -> None:
         parsed = parse_models_path(exchange.path)

@@ -106,7 +106,7 @@ class ClaimBuilder:
 
 
 def parse_limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
-    rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros"))
+    rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros", "budgets"))
     names = [rule.name for rule in rules]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise InvalidRequest(
