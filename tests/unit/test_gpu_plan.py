@@ -88,7 +88,12 @@ def test_one_gpu_is_planned_as_the_engine_plans_it(settings: dict[str, Any]) -> 
     packed = settings.get("weights") == "packed"
     dtype = settings.get("dtype", "bfloat16")
     expected = plan_engine_memory(
-        ModelConfig.from_hf(LLAMA_8B), engine_settings, GPU_MODELS["H200"].memory_bytes, dtype, packed=packed, kernels="hopper"
+        ModelConfig.from_hf(LLAMA_8B),
+        engine_settings,
+        GPU_MODELS["H200"].memory_bytes,
+        dtype,
+        packed=packed,
+        kernels="hopper",
     )
     (found,) = make_plan(LLAMA_8B, "H200", **settings).plans
     assert (found.sharing, found.max_context) == ("one GPU", expected.max_context)
@@ -241,7 +246,9 @@ def test_sequences_at_the_same_time_keep_only_their_windows() -> None:
 def test_groups_of_layers_are_planned_as_the_engine_plans_them(name: str, settings: dict[str, Any]) -> None:
     engine_settings = EngineConfig.build("", **settings).with_gpu_defaults()
     config = ModelConfig.from_hf(GROUPED[name])
-    expected = plan_engine_memory(config, engine_settings, GPU_MODELS["H200"].memory_bytes, "bfloat16", kernels="hopper")
+    expected = plan_engine_memory(
+        config, engine_settings, GPU_MODELS["H200"].memory_bytes, "bfloat16", kernels="hopper"
+    )
     assert not expected.groups.is_single
     (found,) = make_plan(GROUPED[name], "H200", **settings).plans
     assert found.fixed == {part: getattr(expected, part) for part in found.fixed}

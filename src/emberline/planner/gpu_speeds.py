@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from emberline.core.errors import InvalidRequest
 from emberline.engine.gpu_set import GPU_MODELS, GPUSet
 
-
-# Measured on an H200: bytes/s of a reduction over 4 GiB, FLOP/s of an 8192^3 product in bf16, and in fp8. Other GPUs are
-# projected: they reach the same share of what their data sheets say.
+# Measured on an H200: bytes/s of a reduction over 4 GiB, FLOP/s of an 8192^3 product in bf16, and in fp8. Other GPUs
+# are projected: they reach the same share of what their data sheets say.
 MEASURED_GPU = "H200"
 _MEASURED = (4.39e12, 758e12, 1530e12)
 

@@ -25,7 +25,8 @@ th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--line); text-align
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; } td.number { white-space: nowrap; }
 td.number, th.number { text-align: right; } td:first-child { min-width: 11rem; }
 .badge { color: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: 0 .4em; font-size: .85em; }
-.missed { color: var(--bad); } td code { white-space: nowrap; } code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
+.missed { color: var(--bad); } td code { white-space: nowrap; }
+code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
 svg { display: block; width: 100%; max-width: 640px; margin: 1rem 0; padding: .8rem; background: var(--raised);
   border: 1px solid var(--line); border-radius: 12px; box-sizing: border-box; }
 @media (max-width: 45rem) { body { padding: 1rem; } svg { width: 860px; max-width: none; } }
