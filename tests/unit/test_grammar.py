@@ -84,6 +84,55 @@ def test_each_kind_accepts_and_rejects_texts(
     assert [text for text in bad if accepts(compiler, grammar, text)] == []
 
 
+ASCII_CASES = [
+    (r"\d-\d", "3-4", "\u0663-\u0664"),
+    (r"[\d_]{2}", "3_", "\U0001fbf8_"),
+    (r"\w+", "aZ_9", "é"),
+    (r"[\w-.]+", "a-.", "é"),
+    (r"a\sb", "a\tb", "a\u00a0b"),
+    (r"\\d", "\\d", "\\3"),
+    (r"\D\W\S", "é\u0663\u00a0", "3é3"),
+    (r"[^\d]", "\u0663", "3"),
+    (r"[\s\S]", "\u00a0", ""),
+    (r"[\w--\d]", "a", "3"),
+    (r"[[:digit:]]", "3", "\u0663"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), ASCII_CASES)
+def test_classes_are_ascii_in_every_kind_of_grammar(
+    compiler: GrammarCompiler, pattern: str, good: str, bad: str
+) -> None:
+    regex = GrammarSpec("regex", pattern)
+    lark = f'start: "/\\"" A // a /comment \nA: /{pattern}/'
+    composed = {"grammars": [{"lark_grammar": "start: @a"}, {"name": "a", "lark_grammar": lark}]}
+    assert accepts(compiler, regex, good) and not accepts(compiler, regex, bad)
+    for grammar in (lark, json.dumps(composed)):
+        assert accepts(compiler, GrammarSpec("grammar", grammar), '/"' + good)
+        assert not accepts(compiler, GrammarSpec("grammar", grammar), '/"' + bad)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"type": "string", "pattern": r"^\w\d$"},
+        {"type": "string", "pattern": r"^[\w_][\d.]$"},
+        {"anyOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": {"type": "string", "pattern": r"^\w\d$"}}},
+    ],
+)
+def test_classes_are_ascii_in_json_schemas(compiler: GrammarCompiler, inner: dict[str, object]) -> None:
+    directive = GrammarSpec("grammar", f"start: %json {json.dumps(inner)}")
+    for grammar in (GrammarSpec("json_schema", json.dumps(inner)), directive):
+        assert accepts(compiler, grammar, '"a3"')
+        for text in ("é3", "a\u0663"):
+            assert not accepts(compiler, grammar, f'"{text}"'), text
+
+
+def test_classes_are_ascii_in_names_of_properties(compiler: GrammarCompiler) -> None:
+    grammar = schema(type="object", patternProperties={r"^\d\w$": {"type": "null"}}, additionalProperties=False)
+    assert accepts(compiler, grammar, '{"3a": null}') and not accepts(compiler, grammar, '{"\u0663a": null}')
+
+
 def test_grammar_is_complete_when_no_token_may_follow(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(OPEN)
     walk(matcher, '{"a": 1')

@@ -1,11 +1,12 @@
-"""GrammarCompiler and GrammarMatcher: compile a grammar and compute the allowed next tokens.
+r"""GrammarCompiler and GrammarMatcher: compile a grammar and compute the allowed next tokens.
 
 The library is llguidance (benchmarks/results/grammar-choice.json): it needs no torch and limits the work of every step.
 The text of each kind of GrammarSpec:
 
     json_object   empty
     json_schema   a schema; keywords that cannot be enforced are rejected by name, not ignored
-    regex         Rust syntax, matched against the whole output; no look-around, no back-references
+    regex         Rust syntax, matched against the whole output; no look-around, no back-references;
+                  \d, \w and \s match ASCII characters, in Lark's regexes too
     choice        a JSON array of strings
     grammar       Lark (llguidance's dialect), GBNF (it has `::=`), or several joined: llguidance's {"grammars": [...]}
 """
@@ -27,6 +28,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarKind, GrammarSpec
+from emberline.engine.ascii_classes import rewrite_lark, rewrite_regex
 
 MAX_GRAMMAR_CHARS = 256 * 1024  # characters
 MAX_CHOICES = 10_000
@@ -172,9 +174,13 @@ def _spec_from_choices(text: str) -> str:
     return llguidance.grammar_from("choice", text)
 
 
+def _spec_from_regex(text: str) -> str:
+    return llguidance.LLMatcher.grammar_from_regex(rewrite_regex(text))
+
+
 def _spec_from_grammar(text: str) -> str:
     if not text.lstrip().startswith("{"):
-        return llguidance.grammar_from("grammar", text)
+        return llguidance.grammar_from("lark", rewrite_lark(any_to_lark(text)))
     composed = _parse_json(text)
     parts = composed.get("grammars") if isinstance(composed, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
@@ -190,8 +196,8 @@ def _set_part_options(part: dict[str, Any]) -> dict[str, Any]:
 
     Of the client's x-guidance options only `lenient` is kept."""
     lark, schema = part.get("lark_grammar"), part.get("json_schema")
-    if isinstance(lark, str) and "::=" in lark:
-        return {**part, "lark_grammar": any_to_lark(lark)}
+    if isinstance(lark, str):
+        return {**part, "lark_grammar": _to_ascii_lark(lark)}
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         lenient = isinstance(options, dict) and options.get("lenient") is True
@@ -202,10 +208,15 @@ def _set_part_options(part: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
+def _to_ascii_lark(text: str) -> str:
+    """Return a grammar in Lark or GBNF as Lark, with ASCII classes in its regexes."""
+    return rewrite_lark(any_to_lark(text) if "::=" in text else text)
+
+
 _SPECS: dict[GrammarKind, Callable[[str], str]] = {
     "json_object": lambda _: _spec_from_schema('{"type": "object"}'),
     "json_schema": _spec_from_schema,
-    "regex": llguidance.LLMatcher.grammar_from_regex,
+    "regex": _spec_from_regex,
     "choice": _spec_from_choices,
     "grammar": _spec_from_grammar,
 }
