@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bytelevel import build
 
+from emberline.api.call import Tool
 from emberline.api.marker_parser import MarkerParser
 from emberline.api.tool_styles.registry import HERMES
 from emberline.core.events import Output
@@ -45,7 +46,7 @@ def test_echo_token_offsets() -> None:
 def test_cut_off_call_head_is_dropped() -> None:
     tokenizer = Tokenizer(build())
     for finish, text in ((FinishReason.LENGTH, "Well. "), (FinishReason.STOP, 'Well. <tool_call>{"name": "f')):
-        splitter = MarkerParser(0, lambda: "x" * 24, HERMES)
+        splitter = MarkerParser(0, lambda: "x" * 24, HERMES, tools=[Tool("f")])
         choice = Choice(
             0, tokenizer, SamplingParams(), splitter, visible_special_tokens=frozenset(), continues_prompt=False
         )

@@ -28,7 +28,7 @@ HM = ("thought", "Hm.\n")
 
 def parse(text: str, size: int = 0, has_tools: bool = True, was_cut_off: bool = False) -> list[tuple[str, ...]]:
     ids = count()
-    parser = HarmonyParser(0, lambda: f"{next(ids):024d}", has_tools)
+    parser = HarmonyParser(0, lambda: f"{next(ids):024d}", {"f"} if has_tools else set())
     chunks = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
     return brief([*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.flush(was_cut_off)])
 
@@ -54,6 +54,10 @@ CASES = {
     "arguments no object": ("<|channel|>commentary to=functions.f<|message|> x y<|call|>", [("text", " x y")]),
     "text after arguments": (CALL + " \n and more", [*F, ("text", "and more")]),
     "a tool of the provider": ("<|channel|>analysis to=python<|message|>1+1<|call|>", [("thought", "1+1")]),
+    "a tool that is not offered": (
+        "<|channel|>commentary to=functions.g<|message|>{}<|call|>",
+        [("text", "{}")],
+    ),
     "analysis without end": ("<|channel|>analysis<|message|>Hm.\n" + FINAL + "Yes", [HM, ("text", "Yes")]),
     "no format": ("Hello <|message|> there", [("text", "Hello  there")]),
     "like a role": ("assistant", [("text", "assistant")]),
@@ -83,7 +87,7 @@ def test_cut_off_header_is_dropped(size: int) -> None:
 
 
 def test_reasoning_is_recognised_while_it_streams() -> None:
-    parser = HarmonyParser(0, lambda: "", True)
+    parser = HarmonyParser(0, lambda: "", {"f"})
     parser.push("<|channel|>analysis<|mess")
     assert not parser.is_in_reasoning
     assert brief(parser.push("age|>Hm")) == [("thought", "Hm")] and parser.is_in_reasoning

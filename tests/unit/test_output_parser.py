@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from emberline.api.call import Tool
 from emberline.api.marker_parser import MIN_MARKER_CHARS, MarkerParser
 from emberline.api.output_parser import OutputParser, Piece, merge_adjacent_deltas
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
@@ -14,12 +15,14 @@ from emberline.api.tool_styles.registry import HERMES, LLAMA3, MISTRAL, MISTRAL_
 from emberline.api.tool_styles.style import ToolStyle
 from emberline.wire.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
+TOOLS = [Tool(name) for name in ("f", "g", "get", "café", "get_weather")]
+
 
 def make_parser(
     style: ToolStyle | None = None, reasoning: ReasoningStyle | None = None, inside: bool = False
 ) -> OutputParser:
     ids = count()
-    return MarkerParser(0, lambda: f"{next(ids):024d}", style, reasoning, inside)
+    return MarkerParser(0, lambda: f"{next(ids):024d}", style, reasoning, inside, TOOLS)
 
 
 def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
@@ -75,6 +78,17 @@ HERMES_CASES = {
         [("call", "f"), ("args", '{"s": "}\\"{</tool_call>\\\\", "n": [{"m": {}}]}'), ("text", "!")],
     ),
     "not json": ("<tool_call>hello</tool_call>", [("text", "<tool_call>hello</tool_call>")]),
+    "a tool that is not offered": (
+        CALL.replace('"f"', '"h"') + CALL,
+        [("text", CALL.replace('"f"', '"h"')), *F],
+    ),
+    "the second tool is not offered": (
+        CALL + "\n" + CALL.replace('"f"', '"h"'),
+        [*F, ("text", "\n" + CALL.replace('"f"', '"h"'))],
+    ),
+    "closing marker without a call": ("Done.\n</tool_call>\n", [("text", "Done.\n\n")]),
+    "closing marker first": ("</tool_call>\nDone.", [("text", "\nDone.")]),
+    "closing marker twice": (CALL + "</tool_call>" + CALL, [*F, *F]),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', [("text", '<tool_call>{"arguments": {}}</tool_call>')]),
     "empty name": ('<tool_call>{"name": "", "arguments": {}}', [("text", '<tool_call>{"name": "", "arguments": {}}')]),
     "half a surrogate": ('<tool_call>{"name": "\\ud800"}', [("text", '<tool_call>{"name": "\\ud800"}')]),

@@ -21,7 +21,8 @@ STYLES = list(TOOL_STYLES.values())
 REASONINGS = list(REASONING_STYLES.values())
 MARKERS = sorted({m for style in (*STYLES, *REASONINGS) for m in style.markers})
 # Parameters whose text is passed on as it comes, and others that are converted when they are complete.
-TOOLS = [Tool("f", "", {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "中": {"type": "string"}}})]
+PARAMETERS = {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "中": {"type": "string"}}}
+TOOLS = [Tool("f", "", PARAMETERS), Tool("get_weather"), Tool("a.b-c")]
 
 NAMES = ["f", "get_weather", "a.b-c", "", '\u00e9"\n']
 ARGUMENTS = [{}, {"a": 1}, {"s": '}"{\\ </tool_call>', "n": [{"m": {}}, None]}, {"中": "👍\n"}, {"k": '\\"'}]

@@ -46,7 +46,7 @@ PARAMETERS = {
         "size": {"anyOf": [{"type": "number"}, {"type": "string"}]},
     },
 }
-TOOLS = [Tool("weather", "", PARAMETERS), Tool("time")]
+TOOLS = [Tool("weather", "", PARAMETERS), Tool("time"), Tool("f")]
 
 
 def make_parser(style: ToolStyle | None, reasoning: ReasoningStyle | None = None, inside: bool = False) -> MarkerParser:
@@ -238,6 +238,27 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
         OSLO,
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("style", [s for s in TOOL_STYLES.values() if not s.uses_channels], ids=lambda s: s.name)
+def test_call_to_a_tool_that_is_not_offered_is_text(style: ToolStyle, size: int) -> None:
+    for calls in ([("print", "{}")], [("print", '{"a": 1}')]):
+        text = style.format_calls(calls)
+        assert split(text, make_parser(style), size) == [("text", text)]
+    text = style.format_calls([("weather", '{"days": 2}'), ("print", "{}")])
+    pieces = split(text, make_parser(style), size)
+    assert pieces[:2] == call("weather", '{"days": 2}')
+    assert not [piece for piece in pieces if piece[0] == "call" and piece[1] != "weather"]
+    assert "print" in "".join(piece[1] for piece in pieces if piece[0] == "text")
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("style", [s for s in TOOL_STYLES.values() if s.dropped_markers], ids=lambda s: s.name)
+def test_closing_marker_without_a_call_is_dropped(style: ToolStyle, size: int) -> None:
+    for marker in style.dropped_markers:
+        assert split(f"Done.{marker}", make_parser(style), size) == [("text", "Done.")]
+        assert split(f"Done.{marker}\nYes.{marker}", make_parser(style), size) == [("text", "Done.\nYes.")]
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])

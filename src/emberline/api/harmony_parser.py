@@ -3,13 +3,14 @@
     <|channel|>analysis<|message|>TEXT<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
 The analysis channel is reasoning. A message that is addressed to functions.NAME is a tool call, and its text is the
-JSON of the arguments. All other messages are text. Output that does not have this form is passed on as text.
+JSON of the arguments. All other messages are text, also those to functions that the request does not
+offer. Output that does not have this form is passed on as text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from emberline.api.marker_finder import MarkerFinder
 from emberline.api.output_parser import OutputParser, Piece
@@ -27,9 +28,9 @@ MIN_MARKER_CHARS = 4  # at the end of cut-off output, a shorter beginning of a m
 
 
 class HarmonyParser(OutputParser):
-    def __init__(self, index: int, new_id: Callable[[], str], has_tools: bool) -> None:
+    def __init__(self, index: int, new_id: Callable[[], str], tool_names: Set[str]) -> None:
         super().__init__(index, new_id)
-        self._has_tools = has_tools
+        self._tool_names = tool_names
         self._text = ""  # input that may begin a marker
         self._header: str | None = ""  # header read until now; None inside a message
         self._has_role = False  # the header begins with the role
@@ -91,7 +92,7 @@ class HarmonyParser(OutputParser):
     def _begin_message(self, header: str) -> None:
         self._header = None
         recipient = _RECIPIENT.search(header)
-        if recipient and self._has_tools:
+        if recipient and recipient[1] in self._tool_names:
             self._name, self._space, self._emit = recipient[1], "", self._emit_call_text
         else:
             self._emit = self._emit_reasoning if _ANALYSIS.search(header) else self._emit_text

@@ -7,6 +7,8 @@
   sent is not withdrawn: its arguments are passed on up to their end, or up to the end of the output. If the closing
   marker of the model's tool call format is missing, the text in its place is passed on as text.
 - If max_tokens cuts the output off within the head of a call, the head is dropped: it is not part of the answer.
+- A call to a tool that the request does not offer is text. A closing marker without a call before it is dropped,
+  unless its opening marker was passed on as text.
 - White space (and Llama's `;`) between calls, after calls and around the reasoning is dropped.
 """
 
@@ -36,6 +38,9 @@ class MarkerParser(OutputParser):
     ) -> None:
         super().__init__(index, new_id)
         self._style, self._reasoning, self._tools = style, reasoning, tools
+        self._tool_names = frozenset(tool.name for tool in tools)
+        self._closing_markers = frozenset(style.dropped_markers if style else ())
+        self._num_open_as_text = 0  # opening markers passed on as text, whose closing markers are text too
         self._dropped = frozenset(
             (*(style.dropped_markers if style else ()), *(reasoning.dropped_markers if reasoning else ()))
         )
@@ -182,7 +187,11 @@ class MarkerParser(OutputParser):
 
     def _read_marker(self, marker: str) -> None:
         self._at += len(marker)
-        if marker in self._dropped:
+        if marker in self._closing_markers and self._num_open_as_text:
+            self._num_open_as_text -= 1
+            self._emit_text(self._gap + marker)
+            self._gap, self._state = "", self._parse_text
+        elif marker in self._dropped:
             self._gap, self._state = "", self._parse_call_boundary
         else:
             self._begin = self._head = marker
@@ -205,6 +214,7 @@ class MarkerParser(OutputParser):
         if self._reader is None:
             self._reject_call("")
         else:
+            self._reader.allow_only(self._tool_names)
             self._state = self._parse_call
         return True
 
@@ -229,6 +239,7 @@ class MarkerParser(OutputParser):
 
         The rest may contain the opening marker of a real call. `read_text` was read after the supposed opening marker.
         """
+        self._num_open_as_text += bool(self._begin)
         text = self._head + read_text
         self._emit_text(self._gap + text[:1])
         self._push_back_text(text[1:])

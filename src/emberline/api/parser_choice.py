@@ -24,5 +24,5 @@ def make_output_parser(
     if style is None and reasoning is None:
         return None
     if reasoning is not None and reasoning.uses_channels:
-        return HarmonyParser(index, new_id, has_tools=style is not None)
+        return HarmonyParser(index, new_id, frozenset(tool.name for tool in tools) if style else frozenset())
     return MarkerParser(index, new_id, style, reasoning, starts_in_reasoning, tools)

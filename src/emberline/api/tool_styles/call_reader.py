@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -30,16 +30,22 @@ class CallReader:
 
     `read` returns the events of the calls. The arguments in the events of one call, joined, are always the beginning of
     a JSON object. A character that was read is "unaccepted" until it is certain that it belongs to a call. If the text
-    turns out not to be a call, the unaccepted characters are treated as text of the answer.
+    turns out not to be a call, the unaccepted characters are treated as text of the answer. A call to a tool that the
+    request does not offer is text too.
     """
 
     def __init__(self, state: Callable[[str], None]) -> None:
         self.status = ParseStatus.INCOMPLETE
         self.has_calls = False  # whether a call has begun
+        self._offered: Set[str] | None = None  # names of tools; None: calls may have any name
         self._state = state  # the function that reads the next character
         self._events: list[CallEvent] = []
         self._unaccepted: list[str] = []
         self._word = ""  # characters of a marker or a name that is being read
+
+    def allow_only(self, names: Set[str]) -> None:
+        """Reject calls to tools with other names."""
+        self._offered = names
 
     @property
     def unaccepted_text(self) -> str:
@@ -93,10 +99,16 @@ class CallReader:
         return events
 
     def _start_call(self, name: str, id: str | None = None) -> None:
+        if self._offered is not None and name not in self._offered:
+            self._reject()
+            return
         self.has_calls = True
         self._add_event(CallStart(name, id))
 
     def _add_event(self, event: CallEvent) -> None:
+        """Add an event, unless the call was rejected."""
+        if self.status is ParseStatus.INVALID:
+            return
         if isinstance(event, str) and self._events and isinstance(last := self._events[-1], str):
             self._events[-1] = last + event
         else:
@@ -104,12 +116,14 @@ class CallReader:
         self._unaccepted.clear()
 
     def _accept(self) -> None:
-        """Make the characters read until now part of the call."""
-        self._unaccepted.clear()
+        """Make the characters read until now part of the call, unless it was rejected."""
+        if self.status is not ParseStatus.INVALID:
+            self._unaccepted.clear()
 
     def _complete(self) -> None:
-        self._accept()
-        self.status = ParseStatus.COMPLETE
+        if self.status is not ParseStatus.INVALID:
+            self._accept()
+            self.status = ParseStatus.COMPLETE
 
     def _reject(self) -> None:
         self.status = ParseStatus.INVALID

@@ -8,6 +8,7 @@ COHERE = JsonObjectStyle(
     name="cohere",
     families="Command R7B, Command A",
     begin="<|START_ACTION|>",
+    dropped_markers=("<|END_ACTION|>",),
     markers=("<|START_ACTION|>", "<|END_ACTION|>"),
     head='    {"tool_call_id": "%(number)d", "tool_name": "%(name)s", "parameters": ',
     tail="}",

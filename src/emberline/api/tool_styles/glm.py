@@ -19,6 +19,7 @@ GLM47 = XmlStyle(
     name="glm-4.7",
     families="GLM-4.7",
     begin="<tool_call>",
+    dropped_markers=("</tool_call>",),
     markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     syntax=_GLM47_SYNTAX,
     template_signs=(("{function-name}<arg_key>",),),

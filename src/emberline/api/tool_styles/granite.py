@@ -9,6 +9,7 @@ GRANITE = JsonObjectStyle(
     families="Granite 3.x",
     begin="<|tool_call|>",
     other_begin_markers=("<tool_call>",),
+    dropped_markers=("</tool_call>",),
     markers=("<|tool_call|>", "<tool_call>", "</tool_call>"),
     head='{"name": "%(name)s", "arguments": ',
     tail="}",

@@ -9,6 +9,7 @@ HERMES = JsonObjectStyle(
     families="Hermes, Qwen 2.5, Qwen 3, Qwen3-Next, Granite 4, SmolLM 3",
     begin="<tool_call>",
     markers=("<tool_call>", "</tool_call>"),
+    dropped_markers=("</tool_call>",),
     head='\n{"name": "%(name)s", "arguments": ',
     tail="}\n</tool_call>",
     ends=("</tool_call>",),

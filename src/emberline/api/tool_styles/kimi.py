@@ -41,7 +41,7 @@ KIMI = KimiStyle(
     families="Kimi K2, Kimi K2.5",
     begin="<|tool_calls_section_begin|>",
     other_begin_markers=("<|tool_call_begin|>",),
-    dropped_markers=("<|tool_calls_section_end|>",),
+    dropped_markers=("<|tool_calls_section_end|>", "<|tool_call_end|>"),
     markers=(
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",

@@ -28,6 +28,7 @@ PHI4 = Phi4Style(
     families="Phi-4-mini",
     begin="<|tool_call|>",
     other_begin_markers=("functools",),
+    dropped_markers=("<|/tool_call|>",),
     markers=("<|tool_call|>", "<|/tool_call|>"),
     head='{"name": "%(name)s", "arguments": ',
     tail="}",

@@ -186,6 +186,7 @@ LFM2 = PythonicStyle(
     name="lfm2",
     families="LFM2, LFM2.5",
     begin="<|tool_call_start|>",
+    dropped_markers=("<|tool_call_end|>",),
     markers=("<|tool_call_start|>", "<|tool_call_end|>"),
     separator=", ",
     list_brackets=("[", "]<|tool_call_end|>"),

@@ -11,6 +11,7 @@ QWEN3_CODER = XmlStyle(
     families="Qwen3-Coder, Qwen 3.5, Nemotron 3, Granite 4.2",
     begin="<tool_call>",
     other_begin_markers=("<function=",),
+    dropped_markers=("</tool_call>",),
     markers=("<tool_call>", "</tool_call>"),
     separator="\n",
     syntax=XmlSyntax(
@@ -33,6 +34,7 @@ SEED = replace(
     name="seed",
     families="Seed-OSS",
     begin="<seed:tool_call>",
+    dropped_markers=("</seed:tool_call>",),
     markers=("<seed:tool_call>", "</seed:tool_call>"),
     syntax=replace(QWEN3_CODER.syntax, section_end="</seed:tool_call>", trims_lines=False),
     template_signs=(("<seed:tool_call>",),),

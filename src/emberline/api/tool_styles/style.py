@@ -24,7 +24,7 @@ class ToolStyle(ABC):
     begin: str  # marker that opens a call, or a group of calls
     markers: tuple[str, ...]  # texts that the detokenizer must keep if they are special tokens
     other_begin_markers: tuple[str, ...] = ()  # further texts that open a call in the model's output
-    dropped_markers: tuple[str, ...] = ()  # texts around calls that carry no meaning of their own
+    dropped_markers: tuple[str, ...] = ()  # texts after calls that carry no meaning of their own
     separator: str = ""  # text between two calls
     list_brackets: tuple[str, str] | None = None  # texts before and after several calls that share one `begin`
     markerless_starts: str = ""  # first characters of an output that begins with a call without `begin`
