@@ -92,6 +92,35 @@ def test_styles_of_the_settings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "settings", "expected"),
+    [
+        ("", {}, ("harmony", "harmony")),
+        ("{{ messages }}", {}, ("harmony", "harmony")),
+        ("<tool_call>", {}, ("hermes", None)),
+        ("</think>", {}, ("hermes", "think")),
+        ("<tool_call></think>", {}, ("hermes", "think")),
+        ("", {"reasoning_style": "none"}, ("hermes", None)),
+        ("", {"reasoning_style": "harmony"}, ("harmony", "harmony")),
+        ("", {"tool_style": "harmony"}, ("harmony", "harmony")),
+        ("", {"tool_style": "hermes"}, ("hermes", None)),
+    ],
+)
+def test_gpt_oss_starts_with_any_template(
+    template: str, settings: dict[str, str], expected: tuple[str, str | None]
+) -> None:
+    config = ServerConfig(models={"m": "m"}, **settings)  # type: ignore[arg-type]
+    styles = select_output_styles(config, "m", template, "gpt_oss")
+    assert (styles.tool_style.name, styles.reasoning.name if styles.reasoning else None) == expected
+
+
+def test_one_setting_selects_both_styles_of_gpt_oss() -> None:
+    for settings in ({"tool_style": "harmony"}, {"reasoning_style": "harmony"}):
+        config = ServerConfig(models={"m": "m"}, **settings)  # type: ignore[arg-type]
+        styles = select_output_styles(config, "m", "{{ messages }}", "")
+        assert styles.tool_style.uses_channels and styles.reasoning is REASONING_STYLES["harmony"]
+
+
+@pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"tool_style": "klingon"}, "unknown tool style 'klingon'"),
