@@ -160,15 +160,13 @@ def test_forbidden_token_sets_a_lasting_error(compiler: GrammarCompiler) -> None
     assert matcher.error is not None and not matcher.is_complete
 
 
-def test_fork_rollback_and_count_valid(compiler: GrammarCompiler) -> None:
+def test_fork_and_count_valid(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(GrammarSpec("choice", '["abc", "abd"]'))
     walk(matcher, "ab")
     other = matcher.fork()
     assert other.accept(encode("d")[0]) and other.is_complete and not matcher.is_complete
     assert matcher.count_valid_prefix(encode("cx")) == 1 and not matcher.is_complete
     assert matcher.accept(encode("c")[0]) and matcher.is_complete
-    matcher.rollback(2)
-    assert walk(matcher, "bd") == 2 and matcher.is_complete
 
 
 def test_cache_is_limited_and_matchers_are_independent(compiler: GrammarCompiler) -> None:
@@ -187,12 +185,11 @@ def test_white_space_is_limited(compiler: GrammarCompiler) -> None:
 DEEP = '{"items":' * 3000 + "{}" + "}" * 3000
 
 REJECTED = [
-    (schema(**{"not": {"type": "string"}}), "not"),
-    (schema(type="array", uniqueItems=True), "uniqueItems"),
-    (schema(type="object", properties={"a": {"if": {}, "then": {}}}), '"if", "then"'),
-    (schema(type="string", format="made-up"), "made-up"),
+    (schema(type="object", unevaluatedProperties=False), "unevaluatedProperties"),
+    (schema(type="array", uniqueItems=True, items={"$dynamicRef": "#x"}), "$dynamicRef"),
+    (schema(type="number", **{"not": {"const": 3}}), "a number outside"),
+    (schema(type="array", uniqueItems=True, items={"pattern": "(?=a)"}), "pattern"),
     (schema(type="strin"), "strin"),
-    (schema(oneOf=[{"type": "string"}, {"minLength": 3}]), "oneOf"),
     (schema(type="string", minLength=5, maxLength=2), "minLength"),
     (schema(**{"$ref": "#/$defs/x"}), "$defs/x"),
     (schema(**{"$ref": "http://127.0.0.1:9/x"}), "127.0.0.1"),
@@ -200,7 +197,7 @@ REJECTED = [
     (schema(type="string", pattern="(?!a)b"), "look-around"),
     (GrammarSpec("json_schema", "[1]"), "a JSON object"),
     (GrammarSpec("json_schema", '{"type":'), "Expecting value"),
-    (GrammarSpec("json_schema", '{"const": "\\ud800"}'), "surrogate|serializable"),
+    (GrammarSpec("json_schema", '{"const": "\\ud800"}'), "surrogate|hex escape"),
     (GrammarSpec("json_schema", DEEP), "nested too deeply|recursion"),
     (GrammarSpec("regex", "([a-z"), "unclosed"),
     (GrammarSpec("regex", r"(a)\1"), "backreferences"),

@@ -47,8 +47,8 @@ def test_grammar_that_ends_the_child_is_rejected_and_the_next_works(
 
 
 def test_error_has_the_compilers_message(guard: GrammarGuard) -> None:
-    with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-        guard.check(GrammarSpec("json_schema", '{"type": "array", "uniqueItems": true}'), param="tools")
+    with pytest.raises(InvalidRequest, match="unevaluatedItems") as caught:
+        guard.check(GrammarSpec("json_schema", '{"type": "array", "unevaluatedItems": false}'), param="tools")
     assert caught.value.param == "tools" and caught.value.hint
 
 

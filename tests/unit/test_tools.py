@@ -201,10 +201,11 @@ def test_no_grammar_without_constraint() -> None:
 
 def test_only_strict_tools_reject_unknown_keywords(compiler: GrammarCompiler) -> None:
     for strict in (False, True):
-        tool = Tool("t", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, strict)
+        parameters = {"type": "object", "properties": {"a": {"type": "array", "unevaluatedItems": False}}}
+        tool = Tool("t", "", parameters, strict)
         grammar = build_tool_call_grammar([tool], ToolChoice("required"), HERMES, True)
         if strict:
-            with pytest.raises(InvalidRequest, match="uniqueItems"):
+            with pytest.raises(InvalidRequest, match="unevaluatedItems"):
                 accepts(compiler, grammar, "")
         else:
             assert accepts(compiler, grammar, HERMES.format_calls([("t", '{"a": []}')]))

@@ -4,7 +4,8 @@ The library is llguidance (benchmarks/results/grammar-choice.json): it needs no 
 The text of each kind of GrammarSpec:
 
     json_object   empty
-    json_schema   a schema; keywords that cannot be enforced are rejected by name, not ignored
+    json_schema   a schema; keywords that cannot be enforced are checked when the value is complete, and a value that
+                  violates them ends the request with an error. Keywords that cannot be checked are rejected by name.
     regex         Rust syntax, matched against the whole output; no look-around, no back-references;
                   \d, \w and \s match ASCII characters, in Lark's regexes too
     choice        a JSON array of strings
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,18 @@ import numpy.typing as npt
 from llguidance.gbnf_to_lark import any_to_lark
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.json_schema import Schema, SchemaChecker, UncheckableSchema
 from emberline.core.params import GrammarKind, GrammarSpec
 from emberline.engine.ascii_classes import rewrite_lark, rewrite_regex
+from emberline.engine.schema_rewriter import rewrite_schema
 
 MAX_GRAMMAR_CHARS = 256 * 1024  # characters
 MAX_CHOICES = 10_000
 MAX_CACHED_GRAMMARS = 64
 # Limited, because some small models would otherwise write newlines until max_tokens.
 WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,64}"
+
+UNENFORCED = "these keywords cannot be enforced:"
 
 Mask = npt.NDArray[np.int32]
 
@@ -72,10 +77,6 @@ class GrammarMatcher:
         tokens: list[int] = self._inner.compute_ff_tokens()
         return tokens
 
-    def rollback(self, count: int) -> None:
-        succeeded = self._inner.rollback(count)
-        assert succeeded, self._inner.get_error()
-
     def fork(self) -> GrammarMatcher:
         return GrammarMatcher(self._inner.deep_copy(), self._mask_words)
 
@@ -85,9 +86,51 @@ class GrammarMatcher:
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
-    def error(self) -> str | None:
-        """Why the request cannot continue: a forbidden token, or a limit of the library; None if it can."""
+    def library_error(self) -> str | None:
         return _shorten_message(self._inner.get_error()) if self._inner.is_error() else None
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot continue: a forbidden token, a limit or a failed check; None if it can."""
+        return self.library_error
+
+
+class CheckedMatcher(GrammarMatcher):
+    """A matcher that checks complete values against those schemas that their grammar does not enforce entirely."""
+
+    __slots__ = ("_checkers", "_num_checked", "_violation")
+
+    def __init__(self, inner: llguidance.LLMatcher, words: int, checkers: Mapping[str, SchemaChecker]) -> None:
+        """`checkers`: by the name under which the grammar captures the value."""
+        super().__init__(inner, words)
+        self._checkers = checkers
+        self._num_checked = 0  # captured values
+        self._violation: str | None = None
+
+    def accept(self, token: int) -> bool:
+        is_allowed = super().accept(token)
+        self._check_new_values()
+        return is_allowed
+
+    def fork(self) -> CheckedMatcher:
+        copied = CheckedMatcher(self._inner.deep_copy(), self._mask_words, self._checkers)
+        copied._num_checked, copied._violation = self._num_checked, self._violation
+        return copied
+
+    def _check_new_values(self) -> None:
+        captured = self._inner.get_captures()
+        for name, value in captured[self._num_checked :]:
+            if self._violation is None and name in self._checkers:
+                self._violation = self._checkers[name].find_violation(value.decode("utf-8", "replace"))
+        self._num_checked = len(captured)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._violation is None and super().is_complete
+
+    @property
+    def error(self) -> str | None:
+        return f"the value violates {self._violation}" if self._violation else super().error
 
 
 def fill_masks(matchers: Sequence[GrammarMatcher], masks: Mask) -> None:
@@ -141,28 +184,100 @@ class GrammarCompiler:
             raise _grammar_error(
                 grammar.kind, f"the text has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}", param
             )
-        try:
-            spec = _SPECS[grammar.kind](grammar.text)
-        except Exception as error:  # the library's translator raises Exception itself
-            raise _grammar_error(grammar.kind, str(error), param) from error
-        inner = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
-        if inner.is_error():
-            raise _grammar_error(grammar.kind, inner.get_error(), param)
-        matcher = GrammarMatcher(inner, self.mask_words)
+        matcher = self._match(grammar, param, _SpecWriter(splits_one_of=False))
+        if isinstance(matcher, str) and "oneOf" in matcher:
+            matcher = self._match(grammar, param, _SpecWriter(splits_one_of=True))
+        if isinstance(matcher, str):
+            raise _grammar_error(grammar.kind, matcher, param)
         matcher.allowed_tokens()  # sets `error` if no text can match
         if matcher.error is not None:
             is_empty = "NoExtension" in matcher.error
             raise _grammar_error(grammar.kind, "no text can match it" if is_empty else matcher.error, param)
         return matcher
 
+    def _match(self, grammar: GrammarSpec, param: str, writer: _SpecWriter) -> GrammarMatcher | str:
+        """Return a matcher, or the library's error."""
+        try:
+            spec = writer.write(grammar)
+        except UncheckableSchema as error:
+            raise _grammar_error(grammar.kind, f"{UNENFORCED} {error}", param) from None
+        except Exception as error:  # the library's translator raises Exception itself
+            raise _grammar_error(grammar.kind, str(error), param) from error
+        inner = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
+        if inner.is_error():
+            return str(inner.get_error())
+        if writer.checkers:
+            return CheckedMatcher(inner, self.mask_words, writer.checkers)
+        return GrammarMatcher(inner, self.mask_words)
 
-def _spec_from_schema(text: str) -> str:
-    schema = _parse_json(text)
-    if not isinstance(schema, dict):
-        raise ValueError("a schema must be a JSON object")
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
-    )
+
+class _SpecWriter:
+    """Writes a GrammarSpec in the library's form, and collects the checkers of its schemas."""
+
+    def __init__(self, splits_one_of: bool) -> None:
+        self._splits_one_of = splits_one_of
+        self.checkers: dict[str, SchemaChecker] = {}
+
+    def write(self, grammar: GrammarSpec) -> str:
+        match grammar.kind:
+            case "json_object":
+                return self._write_schema({"type": "object"})
+            case "json_schema":
+                schema = _parse_json(grammar.text)
+                if not isinstance(schema, dict):
+                    raise ValueError("a schema must be a JSON object")
+                return self._write_schema(schema)
+            case "regex":
+                return llguidance.LLMatcher.grammar_from_regex(rewrite_regex(grammar.text))
+            case "choice":
+                return _spec_from_choices(grammar.text)
+            case "grammar":
+                return self._write_grammar(grammar.text)
+
+    def _write_schema(self, schema: Schema) -> str:
+        return json.dumps({"grammars": self._write_schema_parts(schema, {}, is_lenient=False)})
+
+    def _write_schema_parts(self, schema: Schema, part: dict[str, Any], is_lenient: bool) -> list[dict[str, Any]]:
+        """Return `part` with the schema, and with a further part if complete values are checked.
+
+        A lenient schema's unknown keywords are ignored."""
+        options = {"x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN, "lenient": is_lenient}}
+        if is_lenient:
+            return [{**part, "json_schema": {**schema, **options}}]
+        rewritten = rewrite_schema(schema, splits_one_of=self._splits_one_of)
+        body = {**rewritten.schema, **options}
+        if not rewritten.needs_check:
+            return [{**part, "json_schema": body}]
+        name = f"checked_{len(self.checkers)}"
+        self.checkers[name] = SchemaChecker(schema)
+        named = {key: value for key, value in part.items() if key != "json_schema"}
+        capture = {**named, "lark_grammar": f'start[capture="{name}"]: @{name}_value'}
+        return [capture, {"name": f"{name}_value", "json_schema": body}]
+
+    def _write_grammar(self, text: str) -> str:
+        if not text.lstrip().startswith("{"):
+            return llguidance.grammar_from("lark", rewrite_lark(any_to_lark(text)))
+        composed = _parse_json(text)
+        parts = composed.get("grammars") if isinstance(composed, dict) else None
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise ValueError(
+                "a grammar in JSON must have the form "
+                '{"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}'
+            )
+        return json.dumps({"grammars": [each for part in parts for each in self._write_part(part)]})
+
+    def _write_part(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return one grammar of a {"grammars": [...]} list, translated from GBNF and with our own options.
+
+        Of the client's x-guidance options only `lenient` is kept."""
+        lark, schema = part.get("lark_grammar"), part.get("json_schema")
+        if isinstance(lark, str):
+            return [{**part, "lark_grammar": rewrite_lark(any_to_lark(lark) if "::=" in lark else lark)}]
+        if isinstance(schema, dict):
+            options = schema.get("x-guidance", {})
+            is_lenient = isinstance(options, dict) and options.get("lenient") is True
+            return self._write_schema_parts(schema, part, is_lenient)
+        return [part]
 
 
 def _spec_from_choices(text: str) -> str:
@@ -172,54 +287,6 @@ def _spec_from_choices(text: str) -> str:
     if len(choices) > MAX_CHOICES:
         raise ValueError(f"the array has {len(choices)} choices; the limit is {MAX_CHOICES}")
     return llguidance.grammar_from("choice", text)
-
-
-def _spec_from_regex(text: str) -> str:
-    return llguidance.LLMatcher.grammar_from_regex(rewrite_regex(text))
-
-
-def _spec_from_grammar(text: str) -> str:
-    if not text.lstrip().startswith("{"):
-        return llguidance.grammar_from("lark", rewrite_lark(any_to_lark(text)))
-    composed = _parse_json(text)
-    parts = composed.get("grammars") if isinstance(composed, dict) else None
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ValueError(
-            "a grammar in JSON must have the form "
-            '{"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}'
-        )
-    return json.dumps({"grammars": [_set_part_options(part) for part in parts]})
-
-
-def _set_part_options(part: dict[str, Any]) -> dict[str, Any]:
-    """Return one grammar of a {"grammars": [...]} list, translated from GBNF and with our own options.
-
-    Of the client's x-guidance options only `lenient` is kept."""
-    lark, schema = part.get("lark_grammar"), part.get("json_schema")
-    if isinstance(lark, str):
-        return {**part, "lark_grammar": _to_ascii_lark(lark)}
-    if isinstance(schema, dict):
-        options = schema.get("x-guidance", {})
-        lenient = isinstance(options, dict) and options.get("lenient") is True
-        return {
-            **part,
-            "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN, "lenient": lenient}},
-        }
-    return part
-
-
-def _to_ascii_lark(text: str) -> str:
-    """Return a grammar in Lark or GBNF as Lark, with ASCII classes in its regexes."""
-    return rewrite_lark(any_to_lark(text) if "::=" in text else text)
-
-
-_SPECS: dict[GrammarKind, Callable[[str], str]] = {
-    "json_object": lambda _: _spec_from_schema('{"type": "object"}'),
-    "json_schema": _spec_from_schema,
-    "regex": _spec_from_regex,
-    "choice": _spec_from_choices,
-    "grammar": _spec_from_grammar,
-}
 
 
 def _parse_json(text: str) -> Any:
@@ -232,10 +299,9 @@ def _parse_json(text: str) -> Any:
 def _grammar_error(kind: GrammarKind, reason: str, param: str) -> InvalidRequest:
     hint = None
     if "Unimplemented keys" in reason:
-        reason = "these keywords cannot be enforced: " + reason.partition("Unimplemented keys:")[2].strip()
+        reason = f"{UNENFORCED} " + reason.partition("Unimplemented keys:")[2].strip()
+    if reason.startswith(UNENFORCED):
         hint = "remove them, or check them in the reply"
-    elif "oneOf" in reason:
-        reason, hint = "oneOf has members that may overlap, which cannot be enforced", "use anyOf"
     return InvalidRequest(f"the {kind} cannot be used: {_shorten_message(reason)}", param=param, hint=hint)
 
 

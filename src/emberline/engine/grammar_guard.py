@@ -204,8 +204,8 @@ def _try_grammar(compiler: GrammarCompiler, grammar: GrammarSpec) -> dict[str, s
         matcher = compiler.compile(grammar)
         for _ in range(TRIAL_STEPS):
             allowed = matcher.allowed_tokens()
-            if matcher.error is not None:
-                return {"message": f"the {grammar.kind} cannot be used: {matcher.error}", "hint": "simplify it"}
+            if matcher.library_error is not None:
+                return {"message": f"the {grammar.kind} cannot be used: {matcher.library_error}", "hint": "simplify it"}
             if matcher.is_complete or not matcher.accept(rng.choice(allowed)):
                 break
     except InvalidRequest as error:

@@ -198,4 +198,6 @@ def error_from_output(error_text: str) -> EmberlineError:
         what = "the request, or its next token, exceeded the time limit"
         return DeadlineExceeded(what, hint="raise --request-timeout or --token-timeout of the server")
     what = f"the output cannot continue under the grammar of response_format: {error_text}"
-    return InvalidRequest(what, param="response_format", hint="simplify the grammar or schema")
+    return InvalidRequest(
+        what, param="response_format", hint="send the request again, or simplify the grammar or schema"
+    )
