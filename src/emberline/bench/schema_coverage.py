@@ -144,24 +144,41 @@ class _XGrammarMatcher:
         return bool(self._inner.accept_token(token))
 
 
+_FORMATS_OF_XGRAMMAR = (
+    *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
+    *("uri-template", "json-pointer", "relative-json-pointer"),
+)
+
+
 def find_keyword_refused_by_vllm(schema: Any) -> str | None:
-    """Return a keyword for which vLLM does not use xgrammar."""
+    """Return a keyword for which vLLM does not use xgrammar in this schema or a nested one."""
     if isinstance(schema, list):
         return next((found for each in schema if (found := find_keyword_refused_by_vllm(each))), None)
     if not isinstance(schema, dict):
         return None
-    by_type = {
-        "integer": ("multipleOf",),
-        "number": ("multipleOf",),
-        "array": ("uniqueItems", "contains", "minContains", "maxContains"),
-        "object": ("patternProperties", "propertyNames"),
-    }
     types = schema.get("type")
-    for type_ in types if isinstance(types, list) else [types]:
-        for keyword in by_type.get(type_, ()) if isinstance(type_, str) else ():
-            if keyword in schema:
-                return keyword
-    return next((found for each in schema.values() if (found := find_keyword_refused_by_vllm(each))), None)
+    named = {each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)}
+    refused: list[tuple[str, bool]] = []
+    if named & {"integer", "number"}:
+        refused.append(("multipleOf", "multipleOf" in schema))
+    if "array" in named:
+        refused += [(key, key in schema) for key in ("uniqueItems", "contains", "minContains", "maxContains")]
+    if "string" in named:
+        refused.append(("format", schema.get("format", "uri") not in _FORMATS_OF_XGRAMMAR))
+        refused.append(("a length beside pattern or format", _has_length_beside_pattern(schema)))
+    if "object" in named:
+        patterns, names = schema.get("patternProperties"), schema.get("propertyNames")
+        others = "properties" in schema or isinstance(schema.get("additionalProperties"), dict)
+        refused.append(("propertyNames", names is not None and (others or patterns is not None)))
+        refused.append(("propertyNames", isinstance(names, dict) and _has_length_beside_pattern(names)))
+        is_mixed = isinstance(patterns, dict) and ("properties" in schema or len(patterns) > 1)
+        refused.append(("patternProperties", is_mixed))
+    own = next((keyword for keyword, is_refused in refused if is_refused), None)
+    return own or next((found for each in schema.values() if (found := find_keyword_refused_by_vllm(each))), None)
+
+
+def _has_length_beside_pattern(schema: dict[str, Any]) -> bool:
+    return bool(schema.keys() & {"pattern", "format"}) and bool(schema.keys() & {"minLength", "maxLength"})
 
 
 @dataclass(slots=True)
