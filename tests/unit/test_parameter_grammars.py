@@ -179,3 +179,33 @@ def test_python_literals_enforce_every_keyword_or_are_not_used(schema: dict[str,
 def test_pythonic_strings_are_restricted(compiler: GrammarCompiler) -> None:
     grammar = forced(PYTHONIC, {"properties": {"a": {"type": "string", "pattern": "^x+$"}}})
     assert accepts(compiler, grammar, '[f(a="xx")]') and not accepts(compiler, grammar, '[f(a="y")]')
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+def test_values_beside_a_type_have_that_type(compiler: GrammarCompiler, style: ToolStyle) -> None:
+    for values in ({"type": "string", "enum": ["a", 1]}, {"type": ["string", "null"], "enum": ["a", 1, True]}):
+        grammar = forced(style, {"properties": {"x": values}, "required": ["x"], "additionalProperties": False})
+        assert accepts(compiler, grammar, style.format_calls([("f", '{"x": "a"}')]))
+        assert not accepts(compiler, grammar, style.format_calls([("f", '{"x": 1}')]))
+    with pytest.raises(InvalidRequest, match="without a value"):
+        forced(style, {"properties": {"x": {"type": "integer", "const": "a"}}})
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        {"allOf": [{"type": "integer"}]},
+        {"anyOf": [{"type": "integer"}, {"type": "null"}], "not": {"const": 3}},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"$ref": "#/$defs/size", "minimum": 3},
+        {"minimum": 3},
+    ],
+)
+def test_strict_tools_reject_combined_keywords(
+    compiler: GrammarCompiler, style: ToolStyle, parameter: dict[str, Any]
+) -> None:
+    schema = {"properties": {"x": parameter}, "$defs": {"size": {"type": "integer"}}}
+    with pytest.raises(InvalidRequest, match="the parameter 'x' of the strict tool 'f' combines"):
+        forced(style, schema)
+    assert forced(style, schema, strict=False)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from emberline.bench.schema_coverage import EOS, NUM_BYTES, draw_output, write_byte_tokenizer
+from emberline.bench.schema_coverage import EOS, NUM_BYTES, draw_output, read_output, write_byte_tokenizer
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
 from emberline.engine.grammar import CheckedMatcher, GrammarCompiler, GrammarMatcher
@@ -207,4 +207,4 @@ def test_finished_outputs_are_valid(compiler: GrammarCompiler, schema: dict[str,
         return
     output, ending = draw_output(matcher, random.Random(seed))
     if ending == "finished":
-        assert jsonschema_rs.validator_for(schema).is_valid(json.loads(output)), output
+        assert jsonschema_rs.validator_for(schema).is_valid(read_output(output)), output

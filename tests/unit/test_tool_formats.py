@@ -214,6 +214,11 @@ CASES: dict[str, tuple[ToolStyle, str, list[tuple[str, ...]]]] = {
         "[f(a=1, b=x)]",
         [("call", "f"), ("args", '{"a": 1'), ("text", " b=x)]")],
     ),
+    "pythonic, numbers that no float holds": (
+        PYTHONIC,
+        '[f(a=1e999, b=[None, -2E+400], c={"k": "\\ud83d\\ude00", "l": True}, d="\\ud800")]',
+        call("f", '{"a": 1e999, "b": [null, -2E+400], "c": {"k": "😀", "l": true}, "d": "\\ud800"}'),
+    ),
     "gemma 3": (
         GEMMA3,
         "Sure:\n```tool_code\nweather(city='Oslo', days=2)\n```\n",

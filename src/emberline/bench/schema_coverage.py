@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,15 @@ from emberline.core.params import GrammarSpec
 MAX_OUTPUT_TOKENS = 1500  # bytes
 CLOSING_AFTER = 200  # tokens; from then on values end as early as possible
 MAX_REASON_CHARS = 90
+# Formats that Emberline takes as annotations, as the standard says, and that the validator checks.
+ANNOTATION_FORMATS = (
+    "regex",
+    "json-pointer",
+    "relative-json-pointer",
+    "uri-reference",
+    "iri-reference",
+    "uri-template",
+)
 NUM_BYTES, EOS = 256, 256
 
 _NUMBERS = re.compile(r"\d+")
@@ -254,17 +263,30 @@ def make_validator(schema: str) -> Any:
     import jsonschema_rs
 
     try:
-        validator = jsonschema_rs.validator_for(json.loads(schema), validate_formats=True)
+        annotations = dict.fromkeys(ANNOTATION_FORMATS, lambda text: True)
+        validator = jsonschema_rs.validator_for(json.loads(schema), validate_formats=True, formats=annotations)
     except (ValueError, jsonschema_rs.ReferencingError):
         return lambda output: "not_validated"
 
     def judge(output: str) -> str:
         try:
-            return "valid" if validator.is_valid(json.loads(output, parse_float=Decimal)) else "invalid"
+            return "valid" if validator.is_valid(read_output(output)) else "invalid"
         except ValueError:
             return "invalid"
 
     return judge
+
+
+def read_output(output: str) -> Any:
+    """Return the value of JSON text. Numbers stay finite, which no standard demands of a grammar."""
+    return json.loads(output, parse_float=_read_number)
+
+
+def _read_number(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # the exponent has too many digits
+        return Decimal("1e999")
 
 
 def _shorten_reason(reason: str) -> str:

@@ -44,6 +44,7 @@ _DAY = (
     r"^(\d{4}-(0[13-9]|1[0-2])|\d{4}-02-([01]\d|2[0-8])"
     r"|(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
 )
+_NARROWER_NAMES = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
 _NARROWER_FORMATS = {
     "date": _DAY,
     "date-time": _DAY + r".*[Tt]\d\d:\d\d:[0-5]",
@@ -180,6 +181,8 @@ class _SchemaRewriter:
         """The library counts properties only if all that are listed are required."""
         listed, required = _as_dict(schema.get("properties")), _required_names(schema)
         if listed.keys() <= required and "patternProperties" not in schema:
+            # The library counts a name that the model writes twice as two properties.
+            self.needs_check |= "minProperties" in schema and schema.get("additionalProperties") is not False
             return []
         least = schema.get("minProperties")
         if isinstance(least, int) and least <= len(required):
@@ -460,6 +463,8 @@ def _forbid(names: Iterable[str]) -> Schema:
 
 
 def _drop_unknown_format(schema: Schema) -> None:
+    if isinstance(schema.get("format"), str):
+        schema["format"] = _NARROWER_NAMES.get(schema["format"], schema["format"])
     if isinstance(schema.get("format"), str) and schema["format"] not in ENFORCED_FORMATS:
         del schema["format"]
 

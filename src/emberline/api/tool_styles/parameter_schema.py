@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberline.api.call import Tool
+from emberline.core.json_schema import SchemaChecker, UncheckableSchema
 
 Schema = dict[str, Any]
 
@@ -67,17 +68,36 @@ class ParameterSchema:
         else:
             yield resolved
 
+    def list_values(self, alternative: Schema, schema: Any) -> list[Any] | None:
+        """Return the only values of an alternative that match the whole schema; None if it does not list values."""
+        values = alternative.get("enum")
+        if not isinstance(values, list) or not values:
+            values = [alternative["const"]] if "const" in alternative else None
+        return None if values is None else [value for value in values if self.is_match(schema, value)]
+
+    def is_match(self, schema: Any, value: Any) -> bool:
+        """Return whether the value matches a schema of this tool, as far as that can be checked."""
+        try:
+            checker = SchemaChecker({**self.definitions, **self.resolve(schema)})
+        except (UncheckableSchema, RecursionError):
+            return True
+        return checker.find_violation(json.dumps(value)) is None
+
     def to_json(self, name: str, text: str) -> str:
         """Return the JSON of a parameter's value that the model wrote as plain text.
 
-        A parameter that may be a string stays a string unless the text is a value of one of its other types. Other
-        parameters are read as JSON, and as a string if they are not JSON.
+        A parameter that may be a string stays a string unless the text is a value of one of its other types that
+        matches the schema. Other parameters are read as JSON, and as a string if they are not JSON.
         """
         types = self._types(name)
-        value = _parse_json(text.strip())
-        if value is not None and ("string" not in types or types & _types_of(json.loads(value)) - {"string"}):
+        value = _parse_json(text.strip(), allows_infinity="number" in types)
+        if value is not None and ("string" not in types or self._is_other_value(name, types, json.loads(value))):
             return value
         return json.dumps(text, ensure_ascii=False)
+
+    def _is_other_value(self, name: str, types: set[str], value: Any) -> bool:
+        """Return whether the value has a type of the parameter other than string, and matches its schema."""
+        return bool(types & _types_of(value) - {"string"}) and self.is_match(self._properties.get(name), value)
 
     def is_string(self, name: str) -> bool:
         """Return whether the parameter can only be a string."""
@@ -102,15 +122,18 @@ def _as_schema(value: Any) -> Schema:
     return value if isinstance(value, dict) else {}
 
 
-def _parse_json(text: str) -> str | None:
-    """Return the text if it is JSON, with words such as True in JSON's spelling; None if it is not JSON."""
+def _parse_json(text: str, allows_infinity: bool) -> str | None:
+    """Return the text if it is JSON, with words such as True in JSON's spelling; None if it is not JSON.
+
+    `allows_infinity`: whether a number may be too large for a float."""
     text = _WORDS.get(text.lower(), text)
     try:
         value = json.loads(text, parse_constant=_reject_constant)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return None if isinstance(value, float) and not math.isfinite(value) else text
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    return text if allows_infinity or not is_infinite else None
 
 
 def _reject_constant(name: str) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_STRING_OR_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\b(?:True|False|None)\b', re.DOTALL)
 
 
 class PythonLiteralScanner:
@@ -53,23 +58,37 @@ class PythonLiteralScanner:
 
 def literal_to_json(text: str) -> str | None:
     """Return the JSON of a literal in JSON or in Python; None if the text is any other expression."""
+    for candidate in (text, _STRING_OR_WORD.sub(_replace_word, text)):
+        if _is_json(candidate):
+            # JSON allows some values that cannot be converted, such as 1e999: they stay as they are.
+            return _convert(partial(json.loads, candidate)) or candidate.strip()
+    return _convert(lambda: _convert_node(ast.parse(text.strip(), mode="eval").body))
+
+
+def _convert(read: Callable[[], Any]) -> str | None:
     try:
-        value = json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
-        try:
-            value = _convert_node(ast.parse(text.strip(), mode="eval").body)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return None
-    try:
-        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        encoded = json.dumps(read(), ensure_ascii=False, allow_nan=False)
         encoded.encode()
-    except (ValueError, RecursionError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
     return encoded
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_reject_constant, parse_int=str, parse_float=str)
+        text.encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _reject_constant(name: str) -> None:
     raise ValueError(name)
+
+
+def _replace_word(found: re.Match[str]) -> str:
+    return _PYTHON_WORDS.get(found[0], found[0])
 
 
 def _convert_node(node: ast.expr) -> Any:

@@ -12,7 +12,7 @@ WORDS = {True: "True", False: "False", None: "None"}
 BOOLEAN_RULE, NULL_RULE = '"True" | "False"', '"None"'
 
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "$schema", "$defs", "definitions"})
-_CHOICES = frozenset({"anyOf", "oneOf", "$ref"})
+_CHOICES = frozenset({"anyOf", "$ref"})
 # The keywords of arrays and objects that the rules enforce. Strings and numbers are JSON, with all their keywords.
 _NESTING = frozenset({"type", "items", "properties", "required", "additionalProperties"})
 
@@ -37,6 +37,7 @@ class PythonLiteralRules:
     def __init__(self, rules: RuleWriter, root: ParameterSchema, prefix: str, *, is_strict: bool) -> None:
         """The names of the new rules begin with `prefix`. `is_strict`: every schema keyword must be enforced."""
         self._rules, self._root, self._prefix = rules, root, prefix
+        self._is_strict = is_strict
         self._guidance = {"x-guidance": {"lenient": not is_strict}}
         self._names: dict[str, str] = {}  # of rules, by the JSON of their schema
 
@@ -72,7 +73,7 @@ class PythonLiteralRules:
         checked.add(key)
         keywords = schema.keys() - _ANNOTATIONS
         if keywords & _CHOICES:
-            reference, choices = schema.get("$ref", "#/"), schema.get("anyOf", schema.get("oneOf", []))
+            reference, choices = schema.get("$ref", "#/"), schema.get("anyOf", [])
             if len(keywords) > 1 or not str(reference).startswith("#/") or not isinstance(choices, list):
                 return False
             nested = [self._root.resolve(schema)] if "$ref" in schema else choices
@@ -80,8 +81,8 @@ class PythonLiteralRules:
         return all(self._can_enforce_type(each, keywords, checked) for each in self._root.alternatives(schema))
 
     def _can_enforce_type(self, schema: Schema, keywords: set[str], checked: set[str]) -> bool:
-        if (isinstance(schema.get("enum"), list) and schema["enum"]) or "const" in schema:
-            return True
+        if (values := self._root.list_values(schema, schema)) is not None:
+            return bool(values)
         match schema.get("type"):
             case "string" | "number" | "integer" | "boolean" | "null":
                 return True
@@ -93,16 +94,16 @@ class PythonLiteralRules:
                     return False
                 if not all(isinstance(name, str) and name in properties for name in required):
                     return False
+                if self._is_strict and properties and schema.get("additionalProperties") is not False:
+                    return False  # the name of another property may be that of a listed one
                 others = schema.get("additionalProperties", True) or True
                 return all(self._can_enforce(each, checked) for each in (others, *properties.values()))
             case _:
                 return not keywords
 
     def _write_alternative(self, schema: Schema, name: str) -> str:
-        if isinstance(values := schema.get("enum"), list) and values:
+        if (values := self._root.list_values(schema, schema)) is not None:
             return " | ".join(self._rules.literal(format_literal(value)) for value in values)
-        if "const" in schema:
-            return self._rules.literal(format_literal(schema["const"]))
         match schema.get("type"):
             case "string" | "number" | "integer":
                 return self._rules.add_schema(name, {**schema, **self._guidance})
