@@ -72,6 +72,8 @@ class PythonLiteralRules:
             return isinstance(schema, dict)
         checked.add(key)
         keywords = schema.keys() - _ANNOTATIONS
+        if "oneOf" in keywords:
+            return False
         if keywords & _CHOICES:
             reference, choices = schema.get("$ref", "#/"), schema.get("anyOf", [])
             if len(keywords) > 1 or not str(reference).startswith("#/") or not isinstance(choices, list):
@@ -84,8 +86,10 @@ class PythonLiteralRules:
         if (values := self._root.list_values(schema, schema)) is not None:
             return bool(values)
         match schema.get("type"):
-            case "string" | "number" | "integer" | "boolean" | "null":
+            case "string" | "number" | "integer":
                 return True
+            case "boolean" | "null":
+                return not keywords & {"allOf", "not", "if"}
             case "array":
                 return keywords <= _NESTING and self._can_enforce(schema.get("items", True), checked)
             case "object":
