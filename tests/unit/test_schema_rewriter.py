@@ -88,6 +88,17 @@ ENFORCED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["{}", '{"a":false}', '{"a":true,"b":1}'],
         ['{"a":true}'],
     ),
+    (
+        {"type": "array", "items": {"$ref": "#/$defs/x"}, "uniqueItems": True, "minItems": 1,
+         "$defs": {"x": {"enum": ["a", 1, "b"], "type": "string"}}},
+        ['["a"]', '["a","b"]', '["b", "a"]'],
+        ["[]", '["a","a"]', '["b","a","b"]', "[1]"],
+    ),
+    (
+        {"items": {"enum": [1, 2, 3, 4]}, "uniqueItems": True, "maxItems": 3},
+        ["[]", '"x"', "[4,2,1]"],
+        ["[1,1]", "[4,3,2,1]"],
+    ),
     ({"type": "string", "format": "made-up"}, ['"x"'], []),
     ({"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": NUMBER}, ['{"xa":1}'], ['{"a":1}']),
     ({"properties": {"a": {}, "b": {}}, "type": "object", "minProperties": 1}, ['{"a":1}', '{"b":1}'], ["{}"]),

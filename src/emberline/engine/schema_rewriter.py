@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 from emberline.core.json_schema import (
@@ -53,6 +54,7 @@ _NARROWER_FORMATS = {
 }
 CHECKED_AT_THE_END = ("contains", "minContains", "maxContains")  # always removed
 MAX_ALTERNATIVES = 64  # of one schema, by the product of what its dependencies and conditions can be
+MAX_ARRANGED_VALUES = 4  # of an array without repetition; 65 arrangements
 MAX_DEMANDS = 10_000  # schemas that are read to find out which members of oneOf differ
 MAX_NESTED_REFERENCES = 8  # and allOf, that are followed to learn what a schema demands
 
@@ -93,8 +95,8 @@ class _SchemaRewriter:
                 *self._rewrite_condition(schema),
                 *self._rewrite_property_names(schema),
                 *self._rewrite_property_counts(schema),
+                *self._rewrite_unique_items(schema),
             ]
-            self._drop_unique_items(schema)
             for keyword in CHECKED_AT_THE_END:
                 self._leave_to_check(schema, keyword)
             if self._splits_one_of and isinstance(schema.get("oneOf"), list):
@@ -116,10 +118,35 @@ class _SchemaRewriter:
                 del schema[keyword]
                 self.needs_check = True
 
-    def _drop_unique_items(self, schema: Schema) -> None:
-        if schema.get("uniqueItems") is False or schema.get("maxItems") in (0, 1):
+    def _rewrite_unique_items(self, schema: Schema) -> list[Schema]:
+        """An array of a few values without repetition is one of their arrangements."""
+        if schema.get("uniqueItems") is not True or schema.get("maxItems") in (0, 1):
             schema.pop("uniqueItems", None)
-        self._leave_to_check(schema, "uniqueItems")
+            return []
+        values = self._list_values(schema.get("items"))
+        least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_ARRANGED_VALUES)
+        if not values or len(values) > MAX_ARRANGED_VALUES or not isinstance(least, int) or not isinstance(most, int):
+            self._leave_to_check(schema, "uniqueItems")
+            return []
+        for keyword in ("uniqueItems", "items", "minItems", "maxItems"):
+            schema.pop(keyword, None)
+        sizes = range(least, min(most, len(values)) + 1)
+        arrangements = [_array_of(each) for size in sizes for each in permutations(values, size)]
+        return [{"anyOf": [{"type": [each for each in TYPES if each != "array"]}, *arrangements]}]
+
+    def _list_values(self, schema: Any) -> list[Any]:
+        """Return the values of a schema that is an enum, each once; otherwise none."""
+        try:
+            schema = resolve_reference(self.root, schema)
+        except UncheckableSchema:
+            return []
+        if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS - {"type", "enum"}:
+            return []
+        values = schema.get("enum")
+        if not isinstance(values, list):
+            return []
+        fitting = [value for value in values if _fits_type(value, schema.get("type", list(TYPES)))]
+        return list({comparable(value): value for value in fitting}.values())
 
     def _rewrite_dependencies(self, schema: Schema) -> list[Schema]:
         """A dependency means: the property is absent, or the object matches what depends on it."""
@@ -458,6 +485,12 @@ def _negate_values(values: Any) -> Schema | None:
     return {"anyOf": [{"type": ["number", "string", "array", "object"]}, *([{"enum": allowed}] if allowed else [])]}
 
 
+def _array_of(values: Iterable[Any]) -> Schema:
+    items = [{"enum": [value]} for value in values]
+    # Not prefixItems, which older drafts do not have.
+    return {"items": items, "additionalItems": False, "minItems": len(items)} if items else {"maxItems": 0}
+
+
 def _forbid(names: Iterable[str]) -> Schema:
     return {"properties": dict.fromkeys(names, False)}
 
@@ -500,6 +533,7 @@ def _required_names(schema: Schema) -> set[str]:
 
 
 def _fits_type(value: Any, types: Any) -> bool:
+    types = [types] if isinstance(types, str) else types
     return not isinstance(types, list) or any(has_type(value, each) for each in types)
 
 
