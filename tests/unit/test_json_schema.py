@@ -101,7 +101,14 @@ def test_violation_names_keyword_and_place(schema: dict[str, Any], text: str, vi
 )
 def test_schemas_that_cannot_be_checked_are_refused(schema: dict[str, Any], match: str) -> None:
     with pytest.raises(UncheckableSchema, match=match):
-        SchemaChecker(schema)
+        SchemaChecker(schema).ensure_checkable()
+
+
+def test_values_of_an_enum_are_filtered() -> None:
+    values = [f"value {i}" for i in range(5000)]
+    checker = SchemaChecker({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "string"}}})
+    assert checker.list_matching([*values, 1], {"$ref": "#/$defs/a", "enum": [*values, 1]}) == values
+    assert checker.list_matching([1, "x"], {"unevaluatedItems": False}) == [1, "x"], "it cannot be checked"
 
 
 def doubling(levels: int) -> dict[str, Any]:

@@ -47,18 +47,20 @@ class _TooManySteps(Exception):
 
 class SchemaChecker:
     def __init__(self, schema: Schema) -> None:
-        """Raises UncheckableSchema."""
         self._root = schema
         self._steps = 0
         self._patterns: dict[str, Any] = {}
+        self._enums: dict[int, frozenset[Hashable]] = {}  # by the id of the schema
         self._reads_only_reference = reads_only_reference(schema)
-        for each in iterate_schemas(schema):
-            if keyword := next((key for key in _UNCHECKED if key in each), None):
-                raise UncheckableSchema(keyword)
-            resolve_reference(schema, each)
+
+    def ensure_checkable(self) -> None:
+        """Raise UncheckableSchema if a part of the schema cannot be checked."""
+        for each in iterate_schemas(self._root):
+            _refuse_unchecked(each)
+            resolve_reference(self._root, each)
             for pattern in (each.get("pattern"), *_as_dict(each.get("patternProperties"))):
                 if isinstance(pattern, str):
-                    self._patterns[pattern] = _compile_pattern(pattern)
+                    self._find_pattern(pattern)
 
     def find_violation(self, text: str) -> str | None:
         """Return which keyword the JSON text violates and where, such as `uniqueItems at /tags`; None if none."""
@@ -73,8 +75,21 @@ class SchemaChecker:
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             return f"the value cannot be checked: {type(error).__name__}"  # an odd number, or a malformed keyword
 
+    def list_matching(self, values: list[Any], part: Any) -> list[Any]:
+        """Return the values that match a part of the schema, or all of them if that cannot be checked."""
+        self._steps = 0
+        try:
+            return [value for value in values if self._is_valid(part, value)]
+        except (_TooManySteps, RecursionError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            return values
+
     def _is_valid(self, schema: Any, value: Any) -> bool:
         return self._violation(schema, value, "") is None
+
+    def _find_pattern(self, pattern: str) -> Any:
+        if pattern not in self._patterns:
+            self._patterns[pattern] = _compile_pattern(pattern)
+        return self._patterns[pattern]
 
     def _violation(self, schema: Any, value: Any, path: str) -> str | None:
         self._steps += 1
@@ -84,6 +99,7 @@ class SchemaChecker:
             return f"no value is allowed at {path or '/'}"
         if not isinstance(schema, dict):
             return None
+        _refuse_unchecked(schema)
         if "$ref" in schema:
             nested = self._violation(resolve_reference(self._root, schema), value, path)
             if nested or self._reads_only_reference:
@@ -101,8 +117,10 @@ class SchemaChecker:
         return not any(has_type(value, each) for each in types)
 
     def _violates_enum(self, schema: Schema, value: Any, path: str) -> Violation:
-        self._steps += len(schema["enum"])
-        return comparable(value) not in map(comparable, schema["enum"])
+        if (values := self._enums.get(id(schema))) is None:
+            values = self._enums[id(schema)] = frozenset(map(comparable, schema["enum"]))
+            self._steps += len(values)
+        return comparable(value) not in values
 
     def _violates_const(self, schema: Schema, value: Any, path: str) -> Violation:
         return comparable(value) != comparable(schema["const"])
@@ -149,7 +167,7 @@ class SchemaChecker:
         return isinstance(value, str) and len(value) > schema["maxLength"]
 
     def _violates_pattern(self, schema: Schema, value: Any, path: str) -> Violation:
-        return isinstance(value, str) and not self._patterns[schema["pattern"]].search(value)
+        return isinstance(value, str) and not self._find_pattern(schema["pattern"]).search(value)
 
     def _violates_format(self, schema: Schema, value: Any, path: str) -> Violation:
         check = _FORMATS.get(schema["format"]) if isinstance(value, str) else None
@@ -191,7 +209,7 @@ class SchemaChecker:
             return None
         listed, patterns = _as_dict(schema.get("properties")), _as_dict(schema.get("patternProperties"))
         for name, each in value.items():
-            applied = [nested for pattern, nested in patterns.items() if self._patterns[pattern].search(name)]
+            applied = [nested for pattern, nested in patterns.items() if self._find_pattern(pattern).search(name)]
             if name in listed:
                 applied.append(listed[name])
             for nested in applied or [schema.get("additionalProperties", True)]:
@@ -220,6 +238,11 @@ class SchemaChecker:
             if name in value and (found := self._violation(needed, value, path)):
                 return found
         return None
+
+
+def _refuse_unchecked(schema: Schema) -> None:
+    if keyword := next((key for key in _UNCHECKED if key in schema), None):
+        raise UncheckableSchema(keyword)
 
 
 def iterate_schemas(schema: Any) -> Iterator[Schema]:

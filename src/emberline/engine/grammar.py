@@ -250,6 +250,7 @@ class _SpecWriter:
             return [{**part, "json_schema": body}]
         name = f"checked_{len(self.checkers)}"
         self.checkers[name] = SchemaChecker(schema)
+        self.checkers[name].ensure_checkable()
         named = {key: value for key, value in part.items() if key != "json_schema"}
         capture = {**named, "lark_grammar": f'start[capture="{name}"]: @{name}_value'}
         return [capture, {"name": f"{name}_value", "json_schema": body}]

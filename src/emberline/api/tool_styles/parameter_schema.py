@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberline.api.call import Tool
-from emberline.core.json_schema import SchemaChecker, UncheckableSchema
+from emberline.core.json_schema import SchemaChecker
 
 Schema = dict[str, Any]
 
@@ -28,6 +28,7 @@ class ParameterSchema:
     def __init__(self, tool: Tool | None) -> None:
         """`tool` is None if the model calls a tool that the request does not have."""
         self._root: Schema = tool.parameters if tool is not None else {}
+        self._checker = SchemaChecker(self._root)
         self.top = self.resolve(self._root)
         properties = self.top.get("properties")
         self._properties: Schema = properties if isinstance(properties, dict) else {}
@@ -73,15 +74,7 @@ class ParameterSchema:
         values = alternative.get("enum")
         if not isinstance(values, list) or not values:
             values = [alternative["const"]] if "const" in alternative else None
-        return None if values is None else [value for value in values if self.is_match(schema, value)]
-
-    def is_match(self, schema: Any, value: Any) -> bool:
-        """Return whether the value matches a schema of this tool, as far as that can be checked."""
-        try:
-            checker = SchemaChecker({**self.definitions, **self.resolve(schema)})
-        except (UncheckableSchema, RecursionError):
-            return True
-        return checker.find_violation(json.dumps(value)) is None
+        return None if values is None else self._checker.list_matching(values, schema)
 
     def to_json(self, name: str, text: str) -> str:
         """Return the JSON of a parameter's value that the model wrote as plain text.
@@ -97,7 +90,8 @@ class ParameterSchema:
 
     def _is_other_value(self, name: str, types: set[str], value: Any) -> bool:
         """Return whether the value has a type of the parameter other than string, and matches its schema."""
-        return bool(types & _types_of(value) - {"string"}) and self.is_match(self._properties.get(name), value)
+        has_other_type = bool(types & _types_of(value) - {"string"})
+        return has_other_type and bool(self._checker.list_matching([value], self._properties.get(name)))
 
     def is_string(self, name: str) -> bool:
         """Return whether the parameter can only be a string."""
