@@ -16,7 +16,6 @@ import os
 import platform
 import random
 import re
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -324,7 +323,7 @@ def make_report(args: argparse.Namespace, coverage: Coverage, num_files: int) ->
     package = {"xgrammar": "xgrammar"}.get(args.library, "llguidance")
     return {
         "bench": f"schema-coverage-{args.library}",
-        "command": " ".join(["python -m emberline.bench.schema_coverage", *sys.argv[1:]]),
+        "command": f"python -m emberline.bench.schema_coverage {args.directory.name} --library {args.library}",
         "commit": machine.describe_commit(args.commit),
         "hardware": {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
         "software": {"python": platform.python_version(), package: version(package)},
