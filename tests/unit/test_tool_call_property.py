@@ -105,10 +105,10 @@ def read_calls(style: ToolStyle, output: str, tools: list[Tool]) -> tuple[str, l
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 @settings(
-    max_examples=20,
+    max_examples=8,
     deadline=None,
     phases=[Phase.generate],
-    database=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(schema=parameters, seed=st.integers(0, 99))

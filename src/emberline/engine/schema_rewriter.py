@@ -54,6 +54,7 @@ _NARROWER_FORMATS = {
 }
 CHECKED_AT_THE_END = ("contains", "minContains", "maxContains")  # always removed
 MAX_ALTERNATIVES = 64  # of one schema, by the product of what its dependencies and conditions can be
+_SPACE_OR_ESCAPE = re.compile(r"(\\s)|\\.", re.DOTALL)
 MAX_ARRANGED_VALUES = 4  # of an array without repetition; 65 arrangements
 MAX_DEMANDS = 10_000  # schemas that are read to find out which members of oneOf differ
 MAX_NESTED_REFERENCES = 8  # and allOf, that are followed to learn what a schema demands
@@ -514,11 +515,17 @@ def _find_free_types(schema: Schema) -> set[str]:
 
 
 def _use_ascii_space(schema: Schema) -> None:
-    r"""Restrict \s in patterns to ASCII, like \d and \w, unless the pattern also has \S, its complement."""
-    if isinstance(pattern := schema.get("pattern"), str) and r"\S" not in pattern:
-        schema["pattern"] = re.sub(
-            r"(\\s)|\\.", lambda each: r"[\t\n\v\f\r\x20]" if each[1] else each[0], pattern, flags=re.DOTALL
-        )
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = _with_ascii_space(pattern)
+    if patterns := _as_dict(schema.get("patternProperties")):
+        schema["patternProperties"] = {_with_ascii_space(pattern): each for pattern, each in patterns.items()}
+
+
+def _with_ascii_space(pattern: str) -> str:
+    r"""Restrict \s to ASCII, like \d and \w, unless the pattern also has \S, its complement."""
+    if r"\S" in pattern:
+        return pattern
+    return _SPACE_OR_ESCAPE.sub(lambda each: r"[\t\n\v\f\r\x20]" if each[1] else each[0], pattern)
 
 
 def _narrow_format(schema: Schema) -> None:

@@ -197,7 +197,7 @@ def error_from_output(error_text: str) -> EmberlineError:
     if error_text == DeadlineExceeded.code:
         what = "the request, or its next token, exceeded the time limit"
         return DeadlineExceeded(what, hint="raise --request-timeout or --token-timeout of the server")
-    what = f"the output cannot match response_format: {error_text}"
+    what = f"the output cannot match the requested schema or grammar: {error_text}"
     return InvalidRequest(
         what, param="response_format", hint="send the request again, or simplify the grammar or schema"
     )
