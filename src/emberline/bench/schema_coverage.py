@@ -73,9 +73,9 @@ class EmberlineSchemas:
 
     def __init__(self, tokenizer: Path, vocab_size: int) -> None:
         from emberline.engine.grammar import GrammarCompiler
-        from emberline.engine.grammar_guard import GrammarGuard
+        from emberline.engine.grammar_guard import GrammarGuard, GrammarTrialProcess
 
-        self._guard = GrammarGuard(tokenizer, vocab_size, [EOS])
+        self._guard = GrammarGuard(GrammarTrialProcess(tokenizer, vocab_size, [EOS]))
         self._compiler = GrammarCompiler(tokenizer, vocab_size, [EOS])
 
     def compile(self, schema: str) -> DrawnOutputMatcher:
