@@ -23,9 +23,11 @@ from emberline.core.request import Submission
 from emberline.net.server import HTTPServer
 from emberline.server.listener import bind_listener
 from emberline.tokens.template import ChatTemplate
+from emberline.worker.engine_app import EngineApp
+from emberline.worker.response_store import ResponseStore
 
 # One line of messages and one of tools: the script reads the conversation from the prompt's own text.
-TEMPLATE = "{{ messages | tojson }}\n{{ tools | default([]) | tojson }}\n{{ '<think></think>' if false }}"
+TEMPLATE = "{{ messages | tojson }}\n{{ (tools or []) | tojson }}\n{{ '<think></think>' if false }}"
 RUN = "Run echo"  # a user message with this text makes the model call a tool
 MARKER = "tool-output-7291"  # the text that the called command prints
 ANSWER = "The tool says: "
@@ -80,13 +82,15 @@ class AgentWorker:
         builder = model.generator.prompt_builder
         builder.__init__(harness.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), builder._style, context)
         model.generator.engine = engine  # type: ignore[assignment]  # it has the interface of AsyncEngine
-        self._app, self._requests = harness.app, requests
+        store = ResponseStore(None)
+        self._app = EngineApp(harness.app._config, harness.app.engine, harness.catalog, None, {}, response_store=store)
+        self._requests = requests
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self._requests is None or scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body, status = b"", 0
+        body, status, reply_headers = b"", 0, dict[str, str]()
 
         async def receive_and_keep() -> Any:
             nonlocal body
@@ -97,6 +101,7 @@ class AgentWorker:
         async def send_and_note(message: Any) -> None:
             nonlocal status
             status = message.get("status", status)
+            reply_headers.update((name.decode(), value.decode()) for name, value in message.get("headers", ()))
             await send(message)
 
         try:
@@ -109,6 +114,7 @@ class AgentWorker:
                 "headers": {name.decode(): value.decode() for name, value in scope["headers"]},
                 "body": body.decode(errors="replace"),
                 "status": status,
+                "reply_headers": reply_headers,
             }
             with self._requests.open("a") as file:
                 file.write(json.dumps(record) + "\n")
