@@ -15,6 +15,7 @@ from emberline.api.fields import IgnoredField, OnlyFalse
 from emberline.api.openai.messages import FunctionName, RedundantField
 from emberline.api.parse import WireStruct, decode_json_object
 from emberline.api.transcript import Transcript
+from emberline.wire.tool_names import join_tool_name
 
 Status = Literal["in_progress", "completed", "incomplete"]
 CallId = Annotated[str, Meta(min_length=1)]
@@ -108,13 +109,6 @@ HOSTED_ITEMS = (
     "tool_search_call",
     "tool_search_output",
 )
-
-
-def join_tool_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a tool. Namespaces may have tools of the same name."""
-    if not namespace:
-        return name
-    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def build_transcript(instructions: str | None, input: str | list[Item]) -> Transcript:

@@ -23,11 +23,12 @@ from emberline.api.openai.messages import FunctionName, RedundantField, add_text
 from emberline.api.openai.sampling import LogprobCount, StreamOptions
 from emberline.api.openai.template import build_template_args, list_template_settings
 from emberline.api.parse import WireStruct, decode_request, encode_json_text
-from emberline.api.responses.items import HOSTED_ITEMS, Item, build_transcript, continues_last_message, join_tool_name
+from emberline.api.responses.items import HOSTED_ITEMS, Item, build_transcript, continues_last_message
 from emberline.api.tool_validation import check_tools
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
 from emberline.core.request import Priority
+from emberline.wire.tool_names import join_tool_name
 
 __all__ = ["ResponsesCall", "ResponsesRequest", "parse"]
 
