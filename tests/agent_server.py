@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from emberline.worker.response_store import ResponseStore
 # One line of messages and one of tools: the script reads the conversation from the prompt's own text.
 TEMPLATE = "{{ messages | tojson }}\n{{ (tools or []) | tojson }}\n{{ '<think></think>' if false }}"
 RUN = "Run echo"  # a user message with this text makes the model call a tool
+_CALL = re.compile(RUN + r" by (\w+)")  # names the tool to call
 MARKER = "tool-output-7291"  # the text that the called command prints
 ANSWER = "The tool says: "
 SHELL_TOOLS = ("Bash", "bash", "shell", "shell_command", "exec_command", "local_shell", "run_command")
@@ -51,9 +53,9 @@ def write_next_message(messages: list[dict[str, Any]], tools: list[dict[str, Any
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     if RUN not in str(last["content"]) or not functions:
         return "Hello there."
-    names = [name for name in functions if name in SHELL_TOOLS] or [*functions]
-    function = functions[names[0]]
-    call = {"name": names[0], "arguments": make_arguments(function["parameters"])}
+    wanted = _CALL.search(str(last["content"]))
+    names = [wanted[1]] if wanted else [name for name in functions if name in SHELL_TOOLS] or [*functions]
+    call = {"name": names[0], "arguments": make_arguments(functions[names[0]]["parameters"])}
     return f"I will run it.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 

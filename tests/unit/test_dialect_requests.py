@@ -274,6 +274,16 @@ def test_hosted_tools_and_unknown_efforts_are_dropped() -> None:
     assert "reasoning_effort" not in body and "reasoning.effort" in changed
 
 
+def test_found_tool_is_named_in_the_result() -> None:
+    found = [{"type": "tool_reference", "tool_name": "weather"}]
+    call = {"type": "tool_use", "id": "1", "name": "search", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": found}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    request = {**HI["anthropic"], "messages": [*HI["anthropic"]["messages"], *turns]}
+    body, _ = translate(request, "anthropic", "openai-chat")
+    assert body["messages"][-1] == {"role": "tool", "tool_call_id": "1", "content": "weather"}
+
+
 def test_namespaces_become_functions() -> None:
     spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
     namespace = {"type": "namespace", "name": "agents", "tools": [spawn, {"type": "custom", "name": "x"}]}

@@ -21,6 +21,7 @@ from emberline.tokens.template_process import TemplateProcess
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.call_form import PROBE_TOOL, CallForm, find_call_form
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
+from emberline.worker.system_messages import move_system_messages_first
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,13 +123,15 @@ class PromptBuilder:
         if marker:
             messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
         time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
-        text = renderer.render(
-            messages,
-            tool_list,
-            call.adds_generation_prompt and not call.continues_last_message,
-            **call.template_args,
-            **time_args,
-        )
+        adds_generation_prompt = call.adds_generation_prompt and not call.continues_last_message
+        variables = {**call.template_args, **time_args}
+        try:
+            text = renderer.render(messages, tool_list, adds_generation_prompt, **variables)
+        except InvalidRequest:
+            moved = move_system_messages_first(messages)
+            if moved == messages:
+                raise
+            text = renderer.render(moved, tool_list, adds_generation_prompt, **variables)
         return _cut_at_end_marker(text, marker) if marker else text
 
     @cached_property

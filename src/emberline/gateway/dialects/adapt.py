@@ -106,8 +106,11 @@ class _PartAdapter:
         return result
 
     def _adapt_part(self, part: canonical.Part) -> canonical.Part | None:
-        if isinstance(part, canonical.OpaqueContent):
-            return None  # already reported by report_request_fields
+        match part:
+            case canonical.OpaqueContent(kind="tool_reference", raw={"tool_name": str(name)}):
+                return canonical.TextContent(name)  # the result of a search: `tools` describes what it found
+            case canonical.OpaqueContent():
+                return None  # already reported by report_request_fields
         part.extra = self.keep_shared_fields(part.extra)
         match part:
             case canonical.TextContent(text="") if self._target == "anthropic":
