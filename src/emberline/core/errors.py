@@ -62,6 +62,20 @@ class InvalidRequest(EmberlineError):
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        num_tokens: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`num_tokens`: tokens of the prompt, if they were counted; `max_tokens`: those of the model's context."""
+        super().__init__(message, param=param, hint=hint)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
 
 class BodyTooLarge(InvalidRequest):
     status = 413

@@ -216,6 +216,8 @@ class PromptBuilder:
                 "the answer needs at least one",
                 param=param,
                 hint=f"shorten {param}",
+                num_tokens=len(ids),
+                max_tokens=self.max_context,
             )
         if not ids:
             raise InvalidRequest(f"{param} has no tokens", param=param, hint="send a text that is not empty")
