@@ -223,14 +223,11 @@ BAD = [
     (block(**RESULT), "messages[0].content[0].tool_use_id"),
     (block(type="text"), "messages[0].content[0].text"),
     (block(type="text", text="a", citations=[5]), "messages[0].content[0].citations[0]"),
-    (block(type="text", text="a", cache_control={"type": "forever"}), "messages[0].content[0].cache_control.type"),
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"system": [{"text": "a"}]}, "system[0].type"),
     ({"messages": [{"role": "system", "content": [{"text": "a"}]}, USER]}, "messages[0].content[0].type"),
     (block(**{**RESULT, "content": [{"text": "a"}]}), "messages[0].content[0].content[0].type"),
-    (block(type="text", text="a", cache_control={}), "messages[0].content[0].cache_control.type"),
-    ({"cache_control": {"ttl": "5m"}}, "cache_control.type"),
     ({"output_config": {"format": {"schema": {}}}}, "output_config.format.type"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -303,3 +300,10 @@ def test_many_small_blocks_parse_in_linear_time() -> None:
     blocks = [{"type": "text", "text": "x"}] * 50_000
     [message] = messages_of({"role": "user", "content": blocks})
     assert len(message["content"]) == 99_999
+
+
+def test_only_omitted_thinking_is_left_out() -> None:
+    """Claude Code asks for displays that other servers do not have yet."""
+    for display, shown in (("omitted", False), ("summarized", True), ("updates", True)):
+        call = parse_request(model="m", thinking={"type": "adaptive", "display": display})
+        assert call.shows_thinking is shown and call.ignored.to_header_value() == ""

@@ -109,6 +109,7 @@ NO_OPS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("messages",), {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
     (("messages",), {"context_management": {}, "mcp_servers": []}),
     (("messages",), {"thread": {"type": "create"}}),
+    (("messages",), {"cache_control": {"type": "new", "ttl": "24h"}}),
     (("responses",), {"client_metadata": {"session_id": "s"}, "truncation": "disabled", "n": 1}),
 ]
 
@@ -121,7 +122,6 @@ def test_values_that_ask_for_nothing_are_not_listed(protocols: tuple[str, ...], 
 
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 FUNCTION = {"name": "f", "parameters": {}}
-CACHE = {"type": "ephemeral", "scope": "global"}
 FOREIGN_CALL = [
     {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
     {"type": "text", "text": "a"},
@@ -139,7 +139,6 @@ UNKNOWN: list[tuple[str, dict[str, Any], list[str]]] = [
     ("completions", {"messages": []}, ["messages"]),
     ("embeddings", {"truncate": 1}, ["truncate"]),
     ("messages", {"messages": [{**USER, "name": "n"}]}, ["messages[].name"]),
-    ("messages", {"system": [{"type": "text", "text": "a", "cache_control": CACHE}]}, ["system[].cache_control.scope"]),
     ("messages", {"metadata": {"user": "u"}, "typo": 1}, ["metadata.user", "typo"]),
     ("messages", {"tools": [WEB_SEARCH, {**WEB_SEARCH}]}, ["tools[web_search_20250305]"]),
     (

@@ -34,6 +34,11 @@ _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9_.:\[\]/-]")
 IgnoredField = Annotated[Any, Meta(description="Accepted without effect", extra={"accepts": (), "refuses": False})]
 
 
+# Fields that clients send with a message and that add nothing: copies of its text or arguments, cache marks, and ids of
+# a reply. No template reads them, so they are not listed as ignored either.
+RedundantField = Any
+
+
 def accepts_only(*values: Any) -> Meta:
     """Return the annotation of a field that accepts only `values`: those that mean the default behaviour."""
     # The description also keeps the cache of `typing` from merging accepts_only(1) and accepts_only(True).
@@ -47,17 +52,19 @@ def accepts_only(*values: Any) -> Meta:
 
 def without_effect(*defaults: Any) -> Meta:
     """Return the annotation of a field that has no effect. It is listed as ignored unless it is one of `defaults`."""
-    return Meta(description=f"Accepted without effect: {defaults!r}", extra={"accepts": defaults, "refuses": False})
+    # The description keeps the cache of `typing` from merging the annotations of different defaults.
+    description = f"Accepted without effect; not listed as ignored: {defaults!r}"
+    return Meta(description=description, extra={"accepts": defaults, "refuses": False})
 
 
 def keeps_types(*types: str) -> Meta:
     """Return the annotation of a list whose objects of other types (strings: other values) are left out."""
-    return Meta(description=f"Only {', '.join(types)} have an effect", extra={"keeps": frozenset(types)})
+    return Meta(description=f"Types that have an effect: {', '.join(types)}", extra={"keeps": frozenset(types)})
 
 
 def drops_types(*types: str) -> Meta:
     """Return the annotation of a list whose objects of these types are left out."""
-    return Meta(description=f"Without effect: {', '.join(types)}", extra={"drops": frozenset(types)})
+    return Meta(description=f"Types without effect: {', '.join(types)}", extra={"drops": frozenset(types)})
 
 
 OnlyFalse = Annotated[Any, accepts_only(False)]

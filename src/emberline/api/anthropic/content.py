@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from emberline.api.fields import IgnoredField, drops_types, without_effect
+from emberline.api.fields import IgnoredField, RedundantField, drops_types, without_effect
 from emberline.api.parse import WireStruct
 from emberline.api.transcript import Role, Transcript
 
@@ -30,14 +30,9 @@ HOSTED_BLOCKS = (
 )
 
 
-class CacheControl(WireStruct):
-    type: Literal["ephemeral"]  # not a tag: msgspec would let a lone struct omit its tag
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TextBlock(WireStruct, tag="text", tag_field="type"):
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     citations: list[dict[str, Any]] | None = None  # not passed to the model, which reads the text only
 
 
@@ -46,7 +41,7 @@ class PlainTextBlock(WireStruct):
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     citations: IgnoredField = None
 
 
@@ -59,7 +54,7 @@ class ToolUseBlock(WireStruct, tag="tool_use", tag_field="type"):
     id: str
     name: ToolName
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     caller: Annotated[Any, without_effect({"type": "direct"})] = None
     toolset_name: IgnoredField = None
 
@@ -68,14 +63,14 @@ class ToolReferenceBlock(WireStruct, tag="tool_reference", tag_field="type"):
     """A tool that the client's search has found. The request's `tools` describe it, as they do all others."""
 
     tool_name: ToolName
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
 
 
 class ToolResultBlock(WireStruct, tag="tool_result", tag_field="type"):
     tool_use_id: str
     content: str | list[TextBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     toolset_name: IgnoredField = None
 
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from emberline.api.anthropic.content import CacheControl, Message, PlainTextBlock, ToolName, build_transcript
+from emberline.api.anthropic.content import Message, PlainTextBlock, ToolName, build_transcript
 from emberline.api.call import ChatCall, CommonFields, Tool, ToolChoice
-from emberline.api.fields import IgnoredField, IgnoredFields, keeps_types, without_effect
+from emberline.api.fields import IgnoredField, IgnoredFields, RedundantField, keeps_types, without_effect
 from emberline.api.openai.sampling import CHECKPOINT_DEFAULTS, ModelName
 from emberline.api.parse import WireStruct, decode_request, encode_json_text
 from emberline.api.template_settings import TemplateSetting
@@ -30,6 +30,7 @@ __all__ = ["CountTokensRequest", "MessagesCall", "MessagesRequest", "parse", "pa
 
 MAX_TOKENS = (1 << 31) - 1
 StopText = Annotated[str, Meta(max_length=1024)]  # an empty text has no effect
+ThinkingDisplay = Annotated[str, Meta(max_length=32)]  # omitted: no thinking in the reply; else: all of it
 Effort = Annotated[str, Meta(max_length=32)]
 KEEPS_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
@@ -42,7 +43,7 @@ class ToolDefinition(WireStruct):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     allowed_callers: Annotated[Any, without_effect(["direct"])] = None
     eager_input_streaming: bool | None = None  # no effect: arguments are always streamed as they are generated
     defer_loading: Annotated[Any, without_effect(False)] = None  # the prompt describes every tool
@@ -68,11 +69,11 @@ class NoneChoice(WireStruct, tag="none", tag_field="type"):
 
 class ThinkingEnabled(WireStruct, tag="enabled", tag_field="type"):
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    display: Literal["summarized", "omitted"] | None = None
+    display: ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(WireStruct, tag="adaptive", tag_field="type"):
-    display: Literal["summarized", "omitted"] | None = None
+    display: ThinkingDisplay | None = None
 
 
 class ThinkingDisabled(WireStruct, tag="disabled", tag_field="type"):
@@ -113,7 +114,7 @@ class CountTokensRequest(WireStruct):
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoneChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     output_format: JsonFormat | None = None  # the older name of output_config.format
     speed: IgnoredField = None
     betas: IgnoredField = None

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from emberline.api.fields import IgnoredField, OnlyFalse
-from emberline.api.openai.messages import FunctionName, RedundantField
+from emberline.api.fields import IgnoredField, OnlyFalse, RedundantField
+from emberline.api.openai.messages import FunctionName
 from emberline.api.parse import WireStruct, decode_json_object
 from emberline.api.transcript import Transcript
 from emberline.wire.tool_names import join_tool_name

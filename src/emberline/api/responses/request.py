@@ -15,11 +15,19 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.call import ChatCall, Tool, ToolChoice
-from emberline.api.fields import IgnoredField, OnlyFalse, accepts_only, drops_types, keeps_types, without_effect
+from emberline.api.fields import (
+    IgnoredField,
+    OnlyFalse,
+    RedundantField,
+    accepts_only,
+    drops_types,
+    keeps_types,
+    without_effect,
+)
 from emberline.api.openai.accepted import OnlyTrue
 from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
-from emberline.api.openai.messages import FunctionName, RedundantField, add_text_only_hint
+from emberline.api.openai.messages import FunctionName, add_text_only_hint
 from emberline.api.openai.sampling import LogprobCount, StreamOptions
 from emberline.api.openai.template import build_template_args, list_template_settings
 from emberline.api.parse import WireStruct, decode_request, encode_json_text
