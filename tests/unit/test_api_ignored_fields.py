@@ -229,6 +229,16 @@ def test_format_fields_of_sglang_and_llama_cpp(fields: dict[str, Any], grammar: 
         assert (found.kind, found.text) == grammar, protocol
 
 
+def test_same_grammar_by_two_fields_is_accepted() -> None:
+    """guidance sends it by vLLM's old field and by the new one."""
+    lark = 'start: "a"'
+    for protocol in OPENAI:
+        same = {"guided_grammar": lark, "structured_outputs": {"grammar": lark}, "guided_decoding_backend": "guidance"}
+        assert parse_request(protocol, **same).params.grammar.text == lark
+        with pytest.raises(InvalidRequest, match="only one of them"):
+            parse_request(protocol, **same, ebnf='start: "b"')
+
+
 def test_schema_fields_of_llama_cpp() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     assert parse_request("chat", response_format=form).params.grammar.kind == "json_schema"
