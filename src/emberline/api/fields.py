@@ -168,6 +168,10 @@ def _remove_from_list(items: list[Any], declared_type: Any, path: str, removed: 
     return result
 
 
+def _names_types(meta: Any) -> bool:
+    return isinstance(meta, Meta) and bool((meta.extra or {}).keys() & {"keeps", "drops"})
+
+
 @dataclass(frozen=True, slots=True)
 class _ListType:
     item_type: Any
@@ -178,14 +182,14 @@ class _ListType:
         return kind in self.drops or (self.keeps is not None and kind not in self.keeps)
 
 
-def _find_list_type(declared_type: Any, rules: Iterable[Any] = ()) -> _ListType | None:
+@cache
+def _find_list_type(declared_type: Any, rule: Meta | None = None) -> _ListType | None:
     """Return the list type among the members of the union, or None."""
     if get_origin(declared_type) is Annotated:
         inner, *metadata = get_args(declared_type)
-        return _find_list_type(inner, [meta.extra for meta in metadata if isinstance(meta, Meta) and meta.extra])
+        return _find_list_type(inner, next((meta for meta in metadata if _names_types(meta)), None))
     if get_origin(declared_type) is list:
-        merged = {name: value for rule in rules for name, value in rule.items() if name in ("keeps", "drops")}
-        return _ListType(get_args(declared_type)[0], **merged)
+        return _ListType(get_args(declared_type)[0], **((rule.extra or {}) if rule is not None else {}))
     members = () if get_origin(declared_type) is dict else get_args(declared_type)
     return next(filter(None, map(_find_list_type, members)), None)
 
@@ -242,13 +246,15 @@ def _find_structs(declared_type: Any) -> Iterator[type[msgspec.Struct]]:
             yield part
 
 
+@cache
+def _list_structs(declared_type: Any) -> tuple[type[msgspec.Struct], ...]:
+    members = _iter_union_members(declared_type)
+    return tuple(part for part in members if isinstance(part, type) and issubclass(part, msgspec.Struct))
+
+
 def _select_struct(value: dict[str, Any], declared_type: Any) -> type[msgspec.Struct] | None:
     """Return the struct that the JSON value's tag (such as its `type`) selects in `declared_type`."""
-    structs = [
-        part
-        for part in _iter_union_members(declared_type)
-        if isinstance(part, type) and issubclass(part, msgspec.Struct)
-    ]
+    structs = _list_structs(declared_type)
     if len(structs) == 1:
         return structs[0]
     for struct in structs:

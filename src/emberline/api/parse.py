@@ -17,6 +17,8 @@ from emberline.core.errors import InvalidRequest
 
 MAX_JSON_DEPTH = 64  # levels of nesting: templates and schema compilers recurse, and real requests need far fewer
 
+MAX_UNKNOWN_FIELDS = 1000  # of one request whose names are kept
+
 _ERROR_LOCATION = re.compile(r"^(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD_ERROR = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -56,7 +58,7 @@ def decode_request(body: bytes, struct_type: type[S]) -> tuple[S, IgnoredFields]
         if known == value:
             raise
         request = _decode_json(msgspec.json.encode(known), struct_type, "")
-    return request, IgnoredFields(tuple(find_ignored_fields(request)), tuple(unknown))
+    return request, IgnoredFields(tuple(find_ignored_fields(request)), tuple(unknown[:MAX_UNKNOWN_FIELDS]))
 
 
 def decode_json_object(text: str, param: str) -> dict[str, Any]:
