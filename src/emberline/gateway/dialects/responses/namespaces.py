@@ -41,6 +41,6 @@ def _parse_inner(raw: object, namespace: str) -> canonical.CanonicalTool | canon
                 schema if isinstance(schema, dict) else None,
                 strict if isinstance(strict, bool) else None,
             )
-        case {"type": str(kind), **fields}:
-            return canonical.OpaqueContent(kind, fields)
+        case {"type": str(kind)}:
+            return canonical.OpaqueContent(kind, {})
     return canonical.OpaqueContent("namespace.tools", {})
