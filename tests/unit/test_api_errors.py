@@ -50,6 +50,13 @@ def test_error_types(kind: type[errors.EmberlineError], for_openai: str, for_ant
     assert render_anthropic_error(kind("x")).body == body
 
 
+def test_too_long_prompt_is_described_in_the_words_of_each_protocol() -> None:
+    error = errors.ContextLengthExceeded("messages has 9 tokens", num_tokens=9, max_tokens=5)
+    assert render_openai_error(error).body["error"]["message"] == "messages has 9 tokens"
+    expected = "prompt is too long: 9 tokens > 5 maximum; messages has 9 tokens"
+    assert render_anthropic_error(error).body["error"]["message"] == expected
+
+
 def test_error_without_a_hint_has_that_of_its_class() -> None:
     assert str(errors.ModelFileError("a is damaged")).startswith("a is damaged (hint: ")
     assert str(errors.ModelFileError("a is damaged", hint="run b")) == "a is damaged (hint: run b)"

@@ -13,13 +13,15 @@ import pytest
 from scripted_engine import WorkerHarness
 
 from emberline.api.anthropic import request as anthropic
-from emberline.api.fields import IGNORED_FIELDS_HEADER
-from emberline.api.openai import chat, completions
+from emberline.api.fields import IGNORED_FIELDS_HEADER, MAX_LISTED_FIELDS, IgnoredFields
+from emberline.api.openai import chat, completions, embeddings
+from emberline.api.parse import MAX_UNKNOWN_FIELDS
 from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.entry import KEPT_HEADERS
 from emberline.gateway.layers.retries import _DROPPED_HEADERS
 from emberline.router.http.reply_relay import content_type_and_headers
+from emberline.worker.ignored_fields import IgnoredFieldPolicy
 
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -27,6 +29,8 @@ LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
     "completions": (completions.parse, {"prompt": "hi"}),
     "responses": (responses.parse, {"input": "hi"}),
     "messages": (anthropic.parse, {"messages": [USER], "max_tokens": 9}),
+    "count_tokens": (anthropic.parse_count_tokens, {"messages": [USER]}),
+    "embeddings": (embeddings.parse, {"input": "hi"}),
 }
 OPENAI = ("chat", "completions", "responses")
 
@@ -55,6 +59,15 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
         ["stream_options.continuous_usage_stats"],
     ),
     (("responses",), {"text": {"verbosity": "low"}}, ["text.verbosity"]),
+    (("messages",), {"context_management": {"edits": [{"type": "clear"}]}}, ["context_management"]),
+    (("responses",), {"context_management": [{"type": "compaction"}]}, ["context_management"]),
+    (("messages",), {"mcp_servers": [{}], "container": "c"}, ["mcp_servers", "container"]),
+    (("messages",), {"diagnostics": {}, "inference_geo": "eu"}, ["diagnostics", "inference_geo"]),
+    (("chat",), {"web_search_options": {}}, ["web_search_options"]),
+    (("responses",), {"truncation": "auto"}, ["truncation"]),
+    (("responses",), {"reasoning": {"summary": "none"}}, ["reasoning.summary"]),
+    (("responses",), {"stream": True, "stream_options": {"include_usage": True}}, ["stream_options.include_usage"]),
+    (OPENAI, {"guided_decoding_backend": "guidance"}, ["guided_decoding_backend"]),
     (("messages",), {"betas": ["x"], "service_tier": "auto", "speed": "fast"}, ["speed", "betas", "service_tier"]),
 ]
 
@@ -62,7 +75,7 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("protocols", "fields", "ignored"), HINTS)
 def test_ignored_fields_are_listed(protocols: tuple[str, ...], fields: dict[str, Any], ignored: list[str]) -> None:
     for protocol in protocols:
-        assert parse_request(protocol, **fields).ignored_fields == ignored, protocol
+        assert parse_request(protocol, **fields).ignored == IgnoredFields(known=tuple(ignored)), protocol
 
 
 DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
@@ -78,9 +91,6 @@ DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("responses",), {"return_tokens_as_token_ids": False}, {"return_tokens_as_token_ids": True}),
     (("completions",), {"suffix": ""}, {"suffix": "x"}),
     (("chat", "responses"), {"documents": []}, {"documents": [{"text": "x"}]}),
-    (("messages",), {"context_management": {}}, {"context_management": {"edits": [{"type": "clear"}]}}),
-    (("messages", "responses"), {"context_management": []}, {"context_management": [{"type": "compaction"}]}),
-    (("messages",), {"mcp_servers": []}, {"mcp_servers": [{}]}),
     (("messages",), {"output_format": None}, {"output_format": {"type": "xml"}}),
 ]
 
@@ -96,12 +106,103 @@ def test_default_value_is_accepted_and_any_other_rejected(
         assert (caught.value.param or "").startswith(next(iter(other))), protocol
 
 
+NO_OPS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("messages",), {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+    (("messages",), {"context_management": {}, "mcp_servers": []}),
+    (("messages",), {"thread": {"type": "create"}}),
+    (("messages",), {"cache_control": {"type": "new", "ttl": "24h"}}),
+    (("responses",), {"client_metadata": {"session_id": "s"}, "truncation": "disabled", "n": 1}),
+]
+
+
+@pytest.mark.parametrize(("protocols", "fields"), NO_OPS)
+def test_values_that_ask_for_nothing_are_not_listed(protocols: tuple[str, ...], fields: dict[str, Any]) -> None:
+    for protocol in protocols:
+        assert parse_request(protocol, **fields) == parse_request(protocol)
+
+
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+FUNCTION = {"name": "f", "parameters": {}}
+FOREIGN_CALL = [
+    {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
+    {"type": "text", "text": "a"},
+]
+UNKNOWN: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("chat", {"messages": [{**USER, "mood": 1}]}, ["messages[].mood"]),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+        ["messages[].content[].x"],
+    ),
+    ("chat", {"tools": [{"type": "custom", "custom": {}}]}, ["tools[custom]"]),
+    ("chat", {"tools": [{"type": "function", "function": {**FUNCTION, "x": 1}}]}, ["tools[].function.x"]),
+    ("chat", {"prediction": {"type": "content", "content": "a", "x": 1}}, ["prediction.x"]),
+    ("completions", {"messages": []}, ["messages"]),
+    ("embeddings", {"truncate": 1}, ["truncate"]),
+    ("messages", {"messages": [{**USER, "name": "n"}]}, ["messages[].name"]),
+    ("messages", {"metadata": {"user": "u"}, "typo": 1}, ["metadata.user", "typo"]),
+    ("messages", {"tools": [WEB_SEARCH, {**WEB_SEARCH}]}, ["tools[web_search_20250305]"]),
+    (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "content": FOREIGN_CALL}]},
+        ["messages[].content[server_tool_use]"],
+    ),
+    ("count_tokens", {"tools": [WEB_SEARCH], "max_tokens": 5}, ["tools[web_search_20250305]", "max_tokens"]),
+    ("responses", {"input": [{"role": "user", "content": "a", "name": "n"}]}, ["input[].name"]),
+    ("responses", {"input": [USER, {"type": "web_search_call", "id": "x"}]}, ["input[web_search_call]"]),
+    ("responses", {"include": ["file_search_call.everything"]}, ["include[file_search_call.everything]"]),
+    ("responses", {"tools": [{"type": "web_search"}, {"type": "function", **FUNCTION}]}, ["tools[web_search]"]),
+    (
+        "responses",
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+        ["tools[].tools[custom]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("protocol", "fields", "unknown"), UNKNOWN)
+def test_unknown_fields_and_hosted_tools_are_left_out(
+    protocol: str, fields: dict[str, Any], unknown: list[str]
+) -> None:
+    call = parse_request(protocol, **fields)
+    assert sorted(call.ignored.unknown) == sorted(unknown) and not call.ignored.known
+
+
+def test_unknown_names_cannot_break_the_header() -> None:
+    names = ["a\r\nset-cookie: x", "\u00e9\U0001f600", "b" * 10_000, "c,d", *(f"x{i}" for i in range(2000))]
+    answer = WorkerHarness(script).post("/v1/chat/completions", {"messages": [USER], **dict.fromkeys(names, 1)})
+    value = answer.headers[IGNORED_FIELDS_HEADER]
+    assert answer.status == 200 and value.isascii() and value.isprintable() and len(value) < 4000
+    assert value.startswith("a??set-cookie:?x, ??, bbb") and value.endswith(
+        f"and {MAX_UNKNOWN_FIELDS - MAX_LISTED_FIELDS} more"
+    )
+
+
+def test_ignored_fields_are_counted_with_a_bounded_number_of_labels() -> None:
+    policy = IgnoredFieldPolicy()
+    for i in range(3):
+        policy.apply(IgnoredFields(known=("store",), unknown=(f"x{i}", "typo")))
+    policy.apply(IgnoredFields(unknown=("typo",)))
+    policy.apply(IgnoredFields())
+    assert policy.family().lines == [
+        'emberline:ignored_fields_total{field="other"} 7',
+        'emberline:ignored_fields_total{field="store"} 3',
+    ]
+
+
+def test_strict_server_refuses_unknown_fields_and_hosted_tools() -> None:
+    worker = WorkerHarness(script, strict=True)
+    for path, fields in PATHS.items():
+        assert worker.post(path, fields).status == 200, "fields that the server knows are still ignored"
+        refused = worker.post(path, {**fields, "mystery": 1})
+        assert refused.status == 400 and b"mystery is an unknown field" in refused.body and b"--strict" in refused.body
+    refused = worker.post("/v1/messages", {"messages": [USER], "max_tokens": 9, "tools": [WEB_SEARCH]})
+    assert refused.status == 400 and b"tools[web_search_20250305]" in refused.body
+
+
 def test_null_is_accepted_for_optional_and_unknown_fields() -> None:
     for protocol in LEAST:
         assert parse_request(protocol, whatever=None) == parse_request(protocol)
-        with pytest.raises(InvalidRequest) as caught:
-            parse_request(protocol, whatever=0)
-        assert caught.value.param == "whatever"
     noted = {**USER, "note": None}
     assert parse_request("chat", messages=[noted]).messages == parse_request("chat").messages
     assert parse_request("messages", messages=[noted], tool_choice={"type": "auto", "disable_parallel_tool_use": None})
@@ -129,6 +230,16 @@ def test_format_fields_of_sglang_and_llama_cpp(fields: dict[str, Any], grammar: 
     for protocol in OPENAI:
         found = parse_request(protocol, **fields).params.grammar
         assert (found.kind, found.text) == grammar, protocol
+
+
+def test_same_grammar_by_two_fields_is_accepted() -> None:
+    """guidance sends it by vLLM's old field and by the new one."""
+    lark = 'start: "a"'
+    for protocol in OPENAI:
+        same = {"guided_grammar": lark, "structured_outputs": {"grammar": lark}, "guided_decoding_backend": "guidance"}
+        assert parse_request(protocol, **same).params.grammar.text == lark
+        with pytest.raises(InvalidRequest, match="only one of them"):
+            parse_request(protocol, **same, ebnf='start: "b"')
 
 
 def test_schema_fields_of_llama_cpp() -> None:

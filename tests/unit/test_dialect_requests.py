@@ -9,10 +9,16 @@ import goldens
 import pytest
 from dialect_cases import ANTHROPIC, CHAT, DIALECTS, GEMINI, MODELS, PAIRS, PIXEL, REQUESTS, RESPONSES
 
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, ThreadNotFound
 from emberline.gateway.dialects.gemini import request as gemini_request
 from emberline.gateway.dialects.gemini.camel_case import to_camel_case
-from emberline.gateway.dialects.translate import TargetModel, translate_request
+from emberline.gateway.dialects.translate import (
+    StreamTranslator,
+    TargetModel,
+    read_reply_context,
+    translate_reply,
+    translate_request,
+)
 from emberline.wire.deltas import ChatDialect
 
 HI: dict[ChatDialect, dict[str, Any]] = {
@@ -234,7 +240,7 @@ def test_n_is_rejected_without_support() -> None:
         ("openai-responses", {"background": True}),
         ("openai-chat", {"functions": [{"name": "f"}]}),
         ("gemini", {"cachedContent": "cachedContents/1"}),
-        ("anthropic", {"container": "c"}),
+        ("anthropic", {"compaction": {"type": "summary"}}),
     ],
 )
 def test_essential_fields_are_rejected(source: ChatDialect, field: dict[str, Any]) -> None:
@@ -243,6 +249,66 @@ def test_essential_fields_are_rejected(source: ChatDialect, field: dict[str, Any
             with pytest.raises(InvalidRequest) as raised:
                 translate(HI[source] | field, source, target)
             assert raised.value.param == next(iter(field)) and raised.value.hint
+
+
+def test_only_a_continued_thread_is_rejected() -> None:
+    """It stands for messages that the request does not have. Clients send all of them after this error."""
+    for target in DIALECTS:
+        if target != "anthropic":
+            _, changed = translate(HI["anthropic"] | {"thread": {"type": "create"}}, "anthropic", target)
+            assert "thread" not in changed
+            continued = {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
+            with pytest.raises(ThreadNotFound):
+                translate(HI["anthropic"] | continued, "anthropic", target)
+
+
+def test_hosted_tools_and_unknown_efforts_are_dropped() -> None:
+    hosted = {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "mcp_servers": [{}], "container": "c"}
+    _, changed = translate(HI["anthropic"] | hosted, "anthropic", "openai-chat")
+    assert changed.keys() == {"tools[].web_search_20250305", "mcp_servers", "container"}
+    body, changed = translate(HI["openai-chat"] | {"reasoning_effort": "galactic"}, "openai-chat", "openai-responses")
+    assert "reasoning" not in body and changed.keys() == {"reasoning_effort"}
+    body, changed = translate(
+        HI["openai-responses"] | {"reasoning": {"effort": "galactic"}}, "openai-responses", "openai-chat"
+    )
+    assert "reasoning_effort" not in body and "reasoning.effort" in changed
+
+
+def test_found_tool_is_named_in_the_result() -> None:
+    found = [{"type": "tool_reference", "tool_name": "weather"}]
+    call = {"type": "tool_use", "id": "1", "name": "search", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": found}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    request = {**HI["anthropic"], "messages": [*HI["anthropic"]["messages"], *turns]}
+    body, _ = translate(request, "anthropic", "openai-chat")
+    assert body["messages"][-1] == {"role": "tool", "tool_call_id": "1", "content": "weather"}
+
+
+def test_namespaces_become_functions() -> None:
+    spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
+    namespace = {"type": "namespace", "name": "agents", "tools": [spawn, {"type": "custom", "name": "x"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "spawn", "namespace": "agents", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "1", "output": "done"}
+    request = {"input": [{"role": "user", "content": "hi"}, call, output], "tools": [namespace]}
+    body, changed = translate(request, "openai-responses", "openai-chat")
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["agents__spawn"]
+    assert body["messages"][1]["tool_calls"][0]["function"]["name"] == "agents__spawn"
+    assert changed.keys() == {"tools[].custom"}
+    function = {"id": "1", "type": "function", "function": {"name": "agents__spawn", "arguments": "{}"}}
+    reply = {"id": "c", "choices": [{"message": {"tool_calls": [function]}, "finish_reason": "tool_calls"}]}
+    context = read_reply_context(json.dumps(request).encode(), "openai-responses")
+    rendered, _ = translate_reply(json.dumps(reply).encode(), "openai-chat", "openai-responses", context)
+    item = json.loads(rendered)["output"][0]
+    assert (item["namespace"], item["name"]) == ("agents", "spawn")
+    context = read_reply_context(json.dumps(request).encode(), "openai-responses")
+    stream = StreamTranslator("openai-chat", "openai-responses", context)
+    delta = {"tool_calls": [{"index": 0, **function}]}
+    chunks = [
+        {"id": "c", "choices": [{"delta": delta}]},
+        {"id": "c", "choices": [{"delta": {}, "finish_reason": "stop"}]},
+    ]
+    data = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n"
+    assert b'"namespace":"agents","name":"spawn"' in stream.push(data) + stream.end()
 
 
 def test_provider_bound_items_are_rejected() -> None:

@@ -47,7 +47,6 @@ def test_prediction_is_text_or_text_parts() -> None:
         ({"type": "content", "content": []}, "prediction.content"),
         ({"type": "content", "content": ["a"]}, "prediction.content[0]"),
         ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content[0].type"),
-        ({"type": "content", "content": "a", "more": 1}, "prediction.more"),
     ],
 )
 def test_wrong_prediction_is_rejected_by_name(prediction: Any, param: str) -> None:

@@ -1,10 +1,11 @@
-"""Continued messages: the prompt ends with the message's content for every template."""
+"""Prompts of chat messages: continued messages, and the place of system messages."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from bytelevel import build
@@ -62,3 +63,32 @@ def test_many_bad_words_are_tokenized_in_another_thread(monkeypatch: pytest.Monk
 def test_message_without_rendered_text_is_rejected(template: str, content: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         render_continued(template, content, content)
+
+
+def render(template: str, messages: list[dict[str, Any]]) -> str:
+    call = ChatCall(CommonFields("m"), messages, SamplingParams())
+    return PromptBuilder(Tokenizer(build()), ChatTemplate({"default": template}, {}), HERMES, 1000).render(call)
+
+
+STRICT = """{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be first.') }}{% endif %}
+{{- m.role[0] }}:{{ m.content }};
+{%- endfor %}"""
+
+
+def test_later_system_messages_move_to_the_beginning_if_the_template_rejects_them() -> None:
+    """Claude Code sends one after the user's first message."""
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "system", "content": "c"},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "f"},
+    ]
+    assert render(STRICT, messages) == "s:a\n\nc;u:b\n\nd;a:e;u:f;"
+    assert render(STRICT, messages[1:2]) == "u:b;"
+    lenient = STRICT.replace("not loop.first", "false")
+    assert render(lenient, messages) == "s:a;u:b;s:c;u:d;a:e;u:f;", "the order of the request is kept"
+    with pytest.raises(InvalidRequest, match="No messages"):
+        render("{{ raise_exception('No messages') }}", messages)

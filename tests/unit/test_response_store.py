@@ -79,6 +79,22 @@ def test_read_and_delete_response(store: ResponseStore) -> None:
     assert create_response(worker, previous_response_id=response["id"]).status == 404
 
 
+def test_referenced_items_are_replaced_by_the_stored_ones(store: ResponseStore) -> None:
+    """The AI SDK refers to the items of earlier replies unless `store` is false."""
+    worker = make_worker(store, "a", "b")
+    item = create_response(worker).json["output"][0]
+    user = {"role": "user", "content": "and then?"}
+    for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
+        reply = create_response(worker, input=[user, reference, user])
+        assert reply.status == 200, reply.body
+        listed = call(worker, "GET", f"{PATH}/{reply.json['id']}/input_items", query="order=asc").json["data"]
+        assert [each["role"] for each in listed] == ["user", "assistant", "user"]
+        assert listed[1]["content"][0]["text"] == "abc"
+    for key, id_ in (("b", item["id"]), ("a", item["id"][:-1] + "7"), ("a", "msg_x_0"), ("a", "other")):
+        refused = create_response(worker, key, input=[user, {"type": "item_reference", "id": id_}])
+        assert refused.status == 404 and refused.json["error"]["param"] == "input", id_
+
+
 def test_response_belongs_to_its_api_key(store: ResponseStore) -> None:
     worker = make_worker(store, "a", "b")
     response = create_response(worker).json

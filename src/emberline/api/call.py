@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from emberline.api.fields import NONE_IGNORED, IgnoredFields
 from emberline.api.template_settings import TemplateSetting
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority
@@ -47,7 +48,7 @@ class GenerationCall:
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs write each token as "token_id:N"
     unset_params: frozenset[str] = frozenset()  # sampling parameters that take the checkpoint's defaults
-    ignored_fields: Sequence[str] = ()  # names of request fields without effect
+    ignored: IgnoredFields = NONE_IGNORED
     stream: bool = False
     running_usage: bool = False  # a UsageUpdate precedes the deltas of each engine output
 
@@ -84,3 +85,4 @@ class EmbeddingCall:
     inputs: Sequence[str | list[int]]
     dimensions: int | None = None
     encoding: Literal["float", "base64"] = "float"
+    ignored: IgnoredFields = NONE_IGNORED

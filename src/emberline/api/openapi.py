@@ -109,6 +109,8 @@ def build_document(version: str) -> Json:
     types = dict.fromkeys(t for e in ENDPOINTS for t in (e.request, e.reply, e.error) if t is not None)
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(types, refs, strict=True))
+    for schema in schemas.values():
+        schema.pop("additionalProperties", None)  # unknown fields are ignored, and replies may get new ones
     schemas["TokenizeRequest"]["oneOf"] = [_require_non_null_field(name) for name in ("prompt", "messages")]
     paths: dict[str, Json] = {}
     for endpoint in ENDPOINTS:

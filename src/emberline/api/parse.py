@@ -1,8 +1,8 @@
 """Decodes request JSON into typed structs, with errors that name the field.
 
 Every error is an InvalidRequest whose `param` is the JSON path of the field, such as `messages[0].content`. An endpoint
-declares its body as a `WireStruct` and calls `decode(body, TheStruct)`. A known field that is not supported has type
-`None`: null is accepted, and any other value is an error that names the field.
+declares its body as a `WireStruct` and calls `decode_request(body, TheStruct)`. A known field that is not supported has
+type `None`: null is accepted, and any other value is an error that names the field.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from emberline.api.fields import remove_nulls
+from emberline.api.fields import IgnoredFields, find_ignored_fields, remove_unknown_fields
 from emberline.core.errors import InvalidRequest
 
 MAX_JSON_DEPTH = 64  # levels of nesting: templates and schema compilers recurse, and real requests need far fewer
+
+MAX_UNKNOWN_FIELDS = 1000  # of one request whose names are kept
 
 _ERROR_LOCATION = re.compile(r"^(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD_ERROR = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
@@ -24,30 +26,39 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class WireStruct(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON object in a request; an unknown field is an error."""
+    """A JSON object in a request. `decode_request` removes unknown fields; for `decode` they are an error."""
 
 
 def decode(body: bytes, struct_type: type[T]) -> T:
-    """Decode a request body. Raises InvalidRequest with the name of the invalid field.
+    """Decode JSON. Raises InvalidRequest with the name of the invalid field."""
+    return _decode_json(body, struct_type, "")
 
-    Null is accepted for optional fields and for fields that the struct does not declare.
+
+def decode_request(body: bytes, struct_type: type[S]) -> tuple[S, IgnoredFields]:
+    """Decode a request body, and return it with the names of the fields that have no effect.
+
+    Unknown fields are left out, as are nulls. Raises InvalidRequest with the name of a field that is invalid or not
+    supported.
     """
+    unknown: list[str] = []
     try:
-        return _decode_json(body, struct_type, "")
+        request = _decode_json(body, struct_type, "")
     except InvalidRequest as first_error:
-        if b"null" not in body or not _is_within_max_depth(body):
+        if not _is_within_max_depth(body):
             raise
         try:
             value = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise first_error from None
-        stripped = remove_nulls(value, struct_type)
-        if stripped == value:
+        known, unknown = remove_unknown_fields(value, struct_type)
+        if known == value:
             raise
-        return _decode_json(msgspec.json.encode(stripped), struct_type, "")
+        request = _decode_json(msgspec.json.encode(known), struct_type, "")
+    return request, IgnoredFields(tuple(find_ignored_fields(request)), tuple(unknown[:MAX_UNKNOWN_FIELDS]))
 
 
 def decode_json_object(text: str, param: str) -> dict[str, Any]:

@@ -26,9 +26,14 @@ class OpenAIError(WireStruct):
     error: OpenAIErrorDetail
 
 
+class AnthropicErrorDetails(WireStruct):
+    error_code: str
+
+
 class AnthropicErrorDetail(WireStruct):
     type: str
     message: str
+    details: AnthropicErrorDetails | UnsetType = UNSET
 
 
 class AnthropicError(WireStruct):

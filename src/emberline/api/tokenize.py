@@ -15,12 +15,12 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from emberline.api.call import ChatCall, CommonFields
-from emberline.api.fields import accepts_only, find_ignored_fields
+from emberline.api.fields import IgnoredFields, accepts_only
 from emberline.api.openai.messages import Message, add_text_only_hint, to_template_messages
 from emberline.api.openai.sampling import ModelName, TokenId
 from emberline.api.openai.template import build_template_args, continues_last_message, list_template_settings
 from emberline.api.openai.tools import Tools, select_tools
-from emberline.api.parse import WireStruct, decode
+from emberline.api.parse import WireStruct, decode_request
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 
@@ -55,6 +55,7 @@ class DetokenizeRequest(WireStruct):
 class TokenizeCall:
     model: str | None
     prompt: str | ChatCall
+    ignored: IgnoredFields
     add_special_tokens: bool  # for a text; a ChatCall has its own field
     returns_strings: bool  # the reply includes the tokens' texts
     returns_pieces: bool = False  # the reply has objects with id and text in place of ids
@@ -64,14 +65,14 @@ class TokenizeCall:
 class DetokenizeCall:
     model: str | None
     ids: Sequence[int]
+    ignored: IgnoredFields
 
 
 def parse(body: bytes) -> TokenizeCall:
     try:
-        request = decode(body, TokenizeRequest)
+        request, ignored = decode_request(body, TokenizeRequest)
     except InvalidRequest as error:
         raise add_text_only_hint(error) from None
-    find_ignored_fields(request)
     given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
         what = (
@@ -83,6 +84,7 @@ def parse(body: bytes) -> TokenizeCall:
         return TokenizeCall(
             request.model,
             request.content,
+            ignored,
             bool(request.add_special),
             bool(request.with_pieces),
             bool(request.with_pieces),
@@ -93,12 +95,13 @@ def parse(body: bytes) -> TokenizeCall:
                 f"{param} is only valid together with `content`", param=param, hint="send content in place of prompt"
             )
     prompt = _build_chat_call(request, request.messages) if request.messages is not None else _select_text(request)
-    return TokenizeCall(request.model, prompt, request.add_special_tokens is not False, bool(request.return_token_strs))
+    returns_strings = bool(request.return_token_strs)
+    return TokenizeCall(request.model, prompt, ignored, request.add_special_tokens is not False, returns_strings)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeCall:
-    request = decode(body, DetokenizeRequest)
-    return DetokenizeCall(request.model, request.tokens)
+    request, ignored = decode_request(body, DetokenizeRequest)
+    return DetokenizeCall(request.model, request.tokens, ignored)
 
 
 def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_context: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Transcript:
     def __init__(self) -> None:
         self._messages: list[_Message] = []
         self._tool_names: dict[str, str] = {}  # by the id of the call
+        self.ignored_fields: list[str] = []  # fields of the input without effect on the messages
 
     def add_text(self, role: Role, text: str) -> None:
         self._get_or_add_message(role).texts.append(text)

@@ -349,6 +349,9 @@ class ServerConfig(InferenceServiceConfig):
     response_store_size: int = option(
         256 << 20, "Maximum size of stored responses in bytes; the oldest are deleted first.", unit="bytes"
     )
+    strict: bool = option(
+        False, "Refuse requests with unknown fields or hosted tools, to test clients. Otherwise they are ignored."
+    )
     closed: bool = False  # without API keys, answer only the router, which has the cluster key
     worker: WorkerConfig | None = None  # None: not part of a cluster
 

@@ -13,7 +13,8 @@
     │   ├── HostNotAllowed         403     host_not_allowed      the Host header names another server
     │   └── OriginNotAllowed       403     origin_not_allowed    from a web page of another site
     ├── NotFound                   404     not_found
-    │   └── ModelNotFound          404     model_not_found
+    │   ├── ModelNotFound          404     model_not_found
+    │   └── ThreadNotFound         404     thread_not_found      Anthropic's `thread`: clients send all messages again
     ├── MethodNotAllowed           405     method_not_allowed
     ├── Overloaded                 429     queue_full            `retry_after` seconds
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
@@ -60,6 +61,20 @@ class InvalidRequest(EmberlineError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        num_tokens: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`num_tokens`: tokens of the prompt, if they were counted; `max_tokens`: those of the model's context."""
+        super().__init__(message, param=param, hint=hint)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 class BodyTooLarge(InvalidRequest):
@@ -108,6 +123,10 @@ class OriginNotAllowed(RequestForbidden):
 class NotFound(EmberlineError):
     status = 404
     code = "not_found"
+
+
+class ThreadNotFound(NotFound):
+    code = "thread_not_found"
 
 
 class ModelNotFound(NotFound):

@@ -47,7 +47,7 @@ _DELTA_TYPES = {
     "redacted_thinking": b"",  # has no deltas
 }
 _EMPTY_BLOCKS: dict[str, Json] = {
-    "text": {"type": "text", "text": "", "citations": None},
+    "text": {"type": "text", "text": ""},  # without citations: some clients refuse null
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
 }
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded, Unauthorized
+from emberline.core.errors import (
+    ContextLengthExceeded,
+    EmberlineError,
+    EngineUnavailable,
+    Overloaded,
+    ThreadNotFound,
+    Unauthorized,
+)
 
 UNAVAILABLE_RETRY_AFTER_S = 2  # about the time that an engine process takes to restart
 
@@ -45,7 +52,12 @@ def render_openai_error(error: Exception) -> ErrorReply:
 def render_anthropic_error(error: Exception) -> ErrorReply:
     wrapped = _as_emberline_error(error)
     kind = _ANTHROPIC_TYPES.get(wrapped.status, "api_error" if wrapped.status >= 500 else "invalid_request_error")
-    body = {"type": "error", "error": {"type": kind, "message": str(wrapped)}}
+    message = str(wrapped)
+    if isinstance(wrapped, ContextLengthExceeded) and wrapped.num_tokens is not None:
+        # Anthropic's words, from which Claude Code reads how much of the conversation it must summarise.
+        message = f"prompt is too long: {wrapped.num_tokens} tokens > {wrapped.max_tokens} maximum; {message}"
+    details = {"details": {"error_code": wrapped.code}} if isinstance(wrapped, ThreadNotFound) else {}
+    body = {"type": "error", "error": {"type": kind, "message": message, **details}}
     return ErrorReply(wrapped.status, body, _build_error_headers(wrapped))
 
 

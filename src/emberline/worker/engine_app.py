@@ -35,6 +35,7 @@ from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.cluster_handler import ClusterHandler
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
+from emberline.worker.ignored_fields import IgnoredFieldPolicy
 from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
 from emberline.worker.rank_metrics import build_expert_metrics, build_rank_metrics
@@ -69,7 +70,9 @@ class EngineApp:
         self._catalog = catalog
         responses = StoredResponses(response_store, self._tenant_of)
         self.incarnation = uuid.uuid4().hex
-        self._handler = GenerationHandler(catalog, responses, ResumableStreams(self.incarnation, time.monotonic))
+        self._ignored_fields = IgnoredFieldPolicy(refuses_unknown=config.strict)
+        streams = ResumableStreams(self.incarnation, time.monotonic)
+        self._handler = GenerationHandler(catalog, responses, streams, self._ignored_fields)
         self._embeddings = embedding_model
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
@@ -132,11 +135,14 @@ class EngineApp:
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         call = self._with_tenant(await self._parse_body(anthropic.parse_count_tokens, exchange), exchange)
+        headers = self._ignored_fields.apply(call.ignored)
         model = self._catalog.select(call.common.model or None)
-        await exchange.reply_json(anthropic.render_token_count(await model.generator.count_prompt_tokens(call)))
+        count = await model.generator.count_prompt_tokens(call)
+        await exchange.reply_json(anthropic.render_token_count(count), headers=headers)
 
     async def _create_embeddings(self, exchange: Exchange) -> None:
         call = self._with_tenant(await self._parse_body(embeddings.parse, exchange), exchange)
+        headers = self._ignored_fields.apply(call.ignored)
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="start the server with --embedder minilm")
         vectors, tokens = await self._embeddings.embed(call)
@@ -145,10 +151,11 @@ class EngineApp:
                 "gen_ai.request.model": self._embeddings.name,
                 "gen_ai.usage.input_tokens": tokens,
             }
-        await exchange.reply_json(embeddings.render(call, vectors, tokens, self._embeddings.name))
+        await exchange.reply_json(embeddings.render(call, vectors, tokens, self._embeddings.name), headers=headers)
 
     async def _tokenize(self, exchange: Exchange) -> None:
         call = await self._parse_body(tokenize.parse, exchange)
+        headers = self._ignored_fields.apply(call.ignored)
         prompts = self._catalog.select(call.model or None).generator.prompt_builder
         tenant = self._tenant_of(exchange)
         if isinstance(call.prompt, str):
@@ -158,17 +165,18 @@ class EngineApp:
             special = call.prompt.add_special_tokens
         ids = await prompts.encode(text, tenant, add_special=special, param="prompt")
         strings = await prompts.run_in_thread(tenant, prompts.token_texts, ids) if call.returns_strings else []
-        await exchange.reply_json(tokenize.render(call, ids, strings, prompts.max_context))
+        await exchange.reply_json(tokenize.render(call, ids, strings, prompts.max_context), headers=headers)
 
     async def _detokenize(self, exchange: Exchange) -> None:
         call = await self._parse_body(tokenize.parse_detokenize, exchange)
+        headers = self._ignored_fields.apply(call.ignored)
         prompts = self._catalog.select(call.model or None).generator.prompt_builder
         if len(call.ids) < LONG_TEXT_CHARS:
             text = _detokenize_ids(prompts.tokenizer, call.ids)
         else:
             tenant = self._tenant_of(exchange)
             text = await prompts.run_in_thread(tenant, _detokenize_ids, prompts.tokenizer, call.ids)
-        await exchange.reply_json(tokenize.render_detokenized(call, text))
+        await exchange.reply_json(tokenize.render_detokenized(call, text), headers=headers)
 
     async def _list_models(self, exchange: Exchange) -> None:
         await exchange.reply_json(models.list_models(self.served_models()))
@@ -237,7 +245,7 @@ class EngineApp:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
         others = (*traced, *self.extra_metrics(), *tls_families(self._tls))
-        text = render_exposition([*models, self._site.reply_counter.family(), *others])
+        text = render_exposition([*models, self._site.reply_counter.family(), self._ignored_fields.family(), *others])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from emberline.api.call import ChatCall, CompletionCall
-from emberline.api.fields import IGNORED_FIELDS_HEADER
 from emberline.api.responses.request import ResponsesCall as ResponsesCall
 from emberline.cluster.resumable_streams import ResumableStreams, digest_request
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
@@ -16,6 +15,7 @@ from emberline.server.exchange import Exchange
 from emberline.wire.deltas import ReplyWriter, StreamStart
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.generation import DeltaGroup
+from emberline.worker.ignored_fields import IgnoredFieldPolicy
 from emberline.worker.protocols import PROTOCOLS, parse_large_body
 from emberline.worker.request_context import CHAIN_HEADER, RequestContext
 from emberline.worker.server_timing import build_server_timing_header
@@ -23,12 +23,17 @@ from emberline.worker.stored_responses import RESPONSES_PATH as RESPONSES
 from emberline.worker.stored_responses import ResponseSaver, StoredResponses
 from emberline.worker.stream_sender import StreamSender
 
-MAX_IGNORED_HEADER_BYTES = 2048
-
 
 class GenerationHandler:
-    def __init__(self, catalog: ModelCatalog, responses: StoredResponses, resumable_streams: ResumableStreams) -> None:
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        responses: StoredResponses,
+        resumable_streams: ResumableStreams,
+        ignored_fields: IgnoredFieldPolicy,
+    ) -> None:
         self._catalog = catalog
+        self._ignored_fields = ignored_fields
         self._responses = responses
         self.resumable_streams = resumable_streams
 
@@ -64,11 +69,10 @@ class GenerationHandler:
         if isinstance(call, ResponsesCall):
             call = replace(call, is_stored=saver is not None)
             if call.store and saver is None:
-                call = replace(call, ignored_fields=[*call.ignored_fields, "store"])
+                call = replace(call, ignored=call.ignored.with_known(["store"]))
         if call.common.request_id is not None:
             context = replace(context, id=call.common.request_id)
-        ignored = [*call.ignored_fields, *model.generator.find_ignored_fields(call)]
-        headers = {IGNORED_FIELDS_HEADER: ", ".join(ignored)[:MAX_IGNORED_HEADER_BYTES]} if ignored else {}
+        headers = self._ignored_fields.apply(call.ignored.with_known(model.generator.find_ignored_fields(call)))
         writer = protocol.make_writer(call, protocol.id_prefix + context.id, context.created, model.fingerprint)
         groups = model.generator.generate(call, context)
         exchange.log_fields |= {

@@ -21,6 +21,7 @@ from emberline.tokens.template_process import TemplateProcess
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.call_form import PROBE_TOOL, CallForm, find_call_form
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
+from emberline.worker.system_messages import move_system_messages_first
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,13 +123,15 @@ class PromptBuilder:
         if marker:
             messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
         time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
-        text = renderer.render(
-            messages,
-            tool_list,
-            call.adds_generation_prompt and not call.continues_last_message,
-            **call.template_args,
-            **time_args,
-        )
+        adds_generation_prompt = call.adds_generation_prompt and not call.continues_last_message
+        variables = {**call.template_args, **time_args}
+        try:
+            text = renderer.render(messages, tool_list, adds_generation_prompt, **variables)
+        except InvalidRequest:
+            moved = move_system_messages_first(messages)
+            if moved == messages:
+                raise
+            text = renderer.render(moved, tool_list, adds_generation_prompt, **variables)
         return _cut_at_end_marker(text, marker) if marker else text
 
     @cached_property
@@ -213,6 +216,8 @@ class PromptBuilder:
                 "the answer needs at least one",
                 param=param,
                 hint=f"shorten {param}",
+                num_tokens=len(ids),
+                max_tokens=self.max_context,
             )
         if not ids:
             raise InvalidRequest(f"{param} has no tokens", param=param, hint="send a text that is not empty")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -22,6 +23,7 @@ CANCEL_SUFFIX = "/cancel"
 MAX_LISTED_ITEMS = 100
 STORE_THREADS = 2
 
+_ITEM_ID = re.compile(r"[a-z]+_(?P<response>.+)_[0-9]+", re.DOTALL)  # as `api/responses/stream.py` makes them
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -38,6 +40,7 @@ class StorageFields(msgspec.Struct):
     previous_response_id: str | None
     store: bool | None
     items: bytes  # the input as JSON: a list of items
+    referenced_ids: tuple[str, ...]  # of the items of earlier responses that the input refers to
 
 
 class StoredResponses:
@@ -54,6 +57,8 @@ class StoredResponses:
     async def expand_request(self, body: bytes, tenant: str) -> tuple[bytes, ResponseSaver | None]:
         """Return the body with the earlier conversation put before its input, and a ResponseSaver.
 
+        References to items of earlier responses are replaced by the items.
+
         Return None instead of a ResponseSaver if the response is not to be stored. A request with previous_response_id
         raises NotFound if that id is unknown, and InvalidRequest if this server stores no responses.
         """
@@ -61,6 +66,9 @@ class StoredResponses:
         if fields is None:
             return body, None  # the protocol's parser rejects the body and names the field
         given = fields.items
+        if fields.referenced_ids and self._store is not None:
+            items = await self._get_items(tenant, fields.referenced_ids)
+            body, given = await offload.run_inline_if_small(len(body), replace_references, body, given, items)
         if fields.previous_response_id is not None:
             before = await self._get_response(tenant, fields.previous_response_id, "previous_response_id")
             body, given = await offload.run_inline_if_small(len(body), prepend_conversation, body, before.items, given)
@@ -93,6 +101,18 @@ class StoredResponses:
                 raise InvalidRequest("a stored response cannot be streamed", param="stream", hint="remove stream=true")
             await exchange.reply_json((await self._get_response(self._tenant_of(exchange), id_)).body)
 
+    async def _get_items(self, tenant: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the items of stored responses with these ids. Raises NotFound if one is missing."""
+        found: dict[str, dict[str, Any]] = {}
+        for id_ in ids:
+            if id_ not in found and (match := _ITEM_ID.fullmatch(id_)) is not None:
+                response = await self._get_response(tenant, f"resp_{match['response']}", "input")
+                found |= {item["id"]: item for item in response.body["output"]}
+            if id_ not in found:
+                hint = "use the id of an item that this server returned, or send the item itself"
+                raise NotFound(f"Item with id {id_[:200]!r} not found.", param="input", hint=hint)
+        return found
+
     async def _get_response(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
         if self._store is None:
             hint = "start the server with --response-store FILE; workers of one router share a file on one machine"
@@ -123,7 +143,22 @@ def read_storage_fields(body: bytes) -> StorageFields | None:
         fields = msgspec.json.decode(body, type=_RequestFields)
     except JSON_DECODE_ERRORS:
         return None
-    return StorageFields(fields.previous_response_id, fields.store, msgspec.json.encode(_as_input_items(fields.input)))
+    items = _as_input_items(fields.input)
+    references = tuple(item["id"] for item in items if _is_reference(item))
+    return StorageFields(fields.previous_response_id, fields.store, msgspec.json.encode(items), references)
+
+
+def _is_reference(item: dict[str, Any]) -> bool:
+    return item.get("type", "item_reference") == "item_reference" and isinstance(item.get("id"), str)
+
+
+def replace_references(body: bytes, input_items: bytes, items_by_id: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Replace the references in the input of a request. Return the new body and the new input.
+
+    Both are JSON."""
+    given = msgspec.json.decode(input_items)
+    items = msgspec.json.encode([items_by_id[item["id"]] if _is_reference(item) else item for item in given])
+    return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
 
 
 def prepend_conversation(body: bytes, earlier_items: list[dict[str, Any]], input_items: bytes) -> tuple[bytes, bytes]:

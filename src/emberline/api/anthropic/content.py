@@ -7,22 +7,32 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
+from emberline.api.fields import IgnoredField, RedundantField, drops_types, without_effect
 from emberline.api.parse import WireStruct
 from emberline.api.transcript import Role, Transcript
-from emberline.core.errors import InvalidRequest
-from emberline.wire.anthropic import sign_thinking
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
-
-class CacheControl(WireStruct):
-    type: Literal["ephemeral"]  # not a tag: msgspec would let a lone struct omit its tag
-    ttl: Literal["5m", "1h"] | None = None
+# Blocks of an answer that a different provider wrote: encrypted reasoning, and the calls of tools that it hosts.
+HOSTED_BLOCKS = (
+    "redacted_thinking",
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "container_upload",
+    "fallback",
+)
 
 
 class TextBlock(WireStruct, tag="text", tag_field="type"):
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     citations: list[dict[str, Any]] | None = None  # not passed to the model, which reads the text only
 
 
@@ -31,34 +41,37 @@ class PlainTextBlock(WireStruct):
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
-    citations: None = None
+    cache_control: RedundantField = None
+    citations: IgnoredField = None
 
 
 class ThinkingBlock(WireStruct, tag="thinking", tag_field="type"):
     thinking: str
-    signature: str = ""
-
-
-class DirectCaller(WireStruct):
-    type: Literal["direct"]
+    signature: str = ""  # not checked: the text may come from a different provider
 
 
 class ToolUseBlock(WireStruct, tag="tool_use", tag_field="type"):
     id: str
     name: ToolName
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
-    caller: DirectCaller | None = None
-    toolset_name: None = None
+    cache_control: RedundantField = None
+    caller: Annotated[Any, without_effect({"type": "direct"})] = None
+    toolset_name: IgnoredField = None
+
+
+class ToolReferenceBlock(WireStruct, tag="tool_reference", tag_field="type"):
+    """A tool that the client's search has found. The request's `tools` describe it, as they do all others."""
+
+    tool_name: ToolName
+    cache_control: RedundantField = None
 
 
 class ToolResultBlock(WireStruct, tag="tool_result", tag_field="type"):
     tool_use_id: str
-    content: str | list[PlainTextBlock] | None = None
+    content: str | list[TextBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
-    toolset_name: None = None
+    cache_control: RedundantField = None
+    toolset_name: IgnoredField = None
 
 
 class AnthropicSystemMessage(WireStruct, tag="system", tag_field="role"):
@@ -73,7 +86,7 @@ class AnthropicUserMessage(WireStruct, tag="user", tag_field="role"):
 
 class AnthropicAssistantMessage(WireStruct, tag="assistant", tag_field="role"):
     transcript_role: ClassVar[Role] = "assistant"
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
+    content: str | Annotated[list[TextBlock | ThinkingBlock | ToolUseBlock], drops_types(*HOSTED_BLOCKS)]
 
 
 Block = TextBlock | PlainTextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -97,12 +110,6 @@ def _add_block(transcript: Transcript, role: Role, block: Block, path: str) -> N
         case TextBlock() | PlainTextBlock():
             transcript.add_text(role, block.text)
         case ThinkingBlock():
-            if block.signature not in ("", sign_thinking(block.thinking)):
-                raise InvalidRequest(
-                    f"{path}.signature does not match the thinking text",
-                    param=f"{path}.signature",
-                    hint="return the block unchanged, or send an empty signature",
-                )
             transcript.add_reasoning(block.thinking)
         case ToolUseBlock():
             transcript.add_tool_call(block.id, block.name, block.input)
@@ -112,7 +119,11 @@ def _add_block(transcript: Transcript, role: Role, block: Block, path: str) -> N
             transcript.add_tool_result(block.tool_use_id, text, param=f"{path}.tool_use_id")
 
 
-def _list_block_texts(content: str | list[PlainTextBlock] | None) -> list[str]:
+def _list_block_texts(
+    content: str | Sequence[PlainTextBlock | TextBlock | ToolReferenceBlock] | None,
+) -> list[str]:
     if content is None:
         return []
-    return [content] if isinstance(content, str) else [block.text for block in content]
+    if isinstance(content, str):
+        return [content]
+    return [block.tool_name if isinstance(block, ToolReferenceBlock) else block.text for block in content]

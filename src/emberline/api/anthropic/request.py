@@ -13,25 +13,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta
 
-from emberline.api.anthropic.content import CacheControl, Message, PlainTextBlock, ToolName, build_transcript
+from emberline.api.anthropic.content import Message, PlainTextBlock, ToolName, build_transcript
 from emberline.api.call import ChatCall, CommonFields, Tool, ToolChoice
-from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only, find_ignored_fields
+from emberline.api.fields import IgnoredField, IgnoredFields, RedundantField, keeps_types, without_effect
 from emberline.api.openai.sampling import CHECKPOINT_DEFAULTS, ModelName
-from emberline.api.parse import WireStruct, decode, encode_json_text
+from emberline.api.parse import WireStruct, decode_request, encode_json_text
 from emberline.api.template_settings import TemplateSetting
 from emberline.api.tool_validation import check_tools
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, ThreadNotFound
 from emberline.core.params import GrammarSpec, SamplingParams
 
 __all__ = ["CountTokensRequest", "MessagesCall", "MessagesRequest", "parse", "parse_count_tokens", "render_token_count"]
 
 MAX_TOKENS = (1 << 31) - 1
 StopText = Annotated[str, Meta(max_length=1024)]  # an empty text has no effect
+ThinkingDisplay = Annotated[str, Meta(max_length=32)]  # omitted: no thinking in the reply; else: all of it
 Effort = Annotated[str, Meta(max_length=32)]
+KEEPS_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ToolDefinition(WireStruct):
@@ -40,11 +43,11 @@ class ToolDefinition(WireStruct):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    cache_control: RedundantField = None
+    allowed_callers: Annotated[Any, without_effect(["direct"])] = None
     eager_input_streaming: bool | None = None  # no effect: arguments are always streamed as they are generated
-    defer_loading: OnlyFalse = None
-    input_examples: OnlyEmpty = None
+    defer_loading: Annotated[Any, without_effect(False)] = None  # the prompt describes every tool
+    input_examples: Annotated[Any, without_effect([])] = None
 
 
 class AutoChoice(WireStruct, tag="auto", tag_field="type"):
@@ -66,11 +69,11 @@ class NoneChoice(WireStruct, tag="none", tag_field="type"):
 
 class ThinkingEnabled(WireStruct, tag="enabled", tag_field="type"):
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    display: Literal["summarized", "omitted"] | None = None
+    display: ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(WireStruct, tag="adaptive", tag_field="type"):
-    display: Literal["summarized", "omitted"] | None = None
+    display: ThinkingDisplay | None = None
 
 
 class ThinkingDisabled(WireStruct, tag="disabled", tag_field="type"):
@@ -87,6 +90,16 @@ class OutputConfig(WireStruct):
     format: JsonFormat | None = None
 
 
+class NewThread(WireStruct, tag="create", tag_field="type"):
+    """Asks to store the conversation. Ignored: the request has all of its messages."""
+
+
+class ContinuedThread(WireStruct, tag="continue", tag_field="type"):
+    """Stands for the messages of an earlier request and its reply, which the server does not store."""
+
+    previous_message_id: str
+
+
 class Metadata(WireStruct):
     user_id: str | None = None
 
@@ -97,16 +110,18 @@ class CountTokensRequest(WireStruct):
     messages: Annotated[list[Message], Meta(min_length=1)]
     model: ModelName | None = None  # required only if the server has several models
     system: str | list[PlainTextBlock] | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition], keeps_types("custom")] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoneChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: RedundantField = None
     output_format: JsonFormat | None = None  # the older name of output_config.format
     speed: IgnoredField = None
     betas: IgnoredField = None
-    context_management: Annotated[Any, accepts_only([], {}, {"edits": []})] = None
-    mcp_servers: OnlyEmpty = None
+    context_management: Annotated[Any, without_effect([], {}, {"edits": []}, KEEPS_ALL_THINKING)] = None
+    mcp_servers: Annotated[Any, without_effect([])] = None
+    compaction: None = None  # the reply would be a summary
+    thread: NewThread | ContinuedThread | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -119,9 +134,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: Metadata | None = None
     service_tier: IgnoredField = None  # the server has one tier
     cache_salt: str | None = None  # extension: requests with different salts never share cached blocks
-    container: None = None
-    diagnostics: None = None
-    inference_geo: None = None
+    container: IgnoredField = None
+    diagnostics: IgnoredField = None
+    inference_geo: IgnoredField = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +145,7 @@ class MessagesCall(ChatCall):
 
 
 def parse(body: bytes) -> MessagesCall:
-    request = _decode(body, MessagesRequest)
+    request, ignored = _decode(body, MessagesRequest)
     if isinstance(request.thinking, ThinkingEnabled) and request.thinking.budget_tokens >= request.max_tokens:
         budget, limit = request.thinking.budget_tokens, request.max_tokens
         raise InvalidRequest(
@@ -138,9 +153,17 @@ def parse(body: bytes) -> MessagesCall:
             param="thinking.budget_tokens",
             hint="raise max_tokens or lower the budget",
         )
+    if isinstance(request.thread, ContinuedThread):
+        id_ = request.thread.previous_message_id[:100]
+        raise ThreadNotFound(
+            f"thread.previous_message_id is {id_!r}, but this server does not store the messages of threads",
+            param="thread",
+            hint="send all messages without thread",
+        )
     user = request.metadata.user_id if request.metadata else None
     return _build_call(
         request,
+        ignored,
         CommonFields(request.model or "", cache_salt=request.cache_salt or "", user=user),
         _build_sampling_params(request),
         bool(request.stream),
@@ -148,17 +171,17 @@ def parse(body: bytes) -> MessagesCall:
 
 
 def parse_count_tokens(body: bytes) -> MessagesCall:
-    request = _decode(body, CountTokensRequest)
-    return _build_call(request, CommonFields(request.model or ""), SamplingParams(), stream=False)
+    request, ignored = _decode(body, CountTokensRequest)
+    return _build_call(request, ignored, CommonFields(request.model or ""), SamplingParams(), stream=False)
 
 
 def render_token_count(tokens: int) -> dict[str, Any]:
     return {"input_tokens": tokens}
 
 
-def _decode(body: bytes, struct_type: type[T]) -> T:
+def _decode(body: bytes, struct_type: type[T]) -> tuple[T, IgnoredFields]:
     try:
-        return decode(body, struct_type)
+        return decode_request(body, struct_type)
     except InvalidRequest as error:
         if error.param and ".content[" in error.param and error.param.endswith("].type"):
             error.hint = "content blocks may be text, thinking, tool_use or tool_result: the models take text only"
@@ -166,9 +189,8 @@ def _decode(body: bytes, struct_type: type[T]) -> T:
 
 
 def _build_call(
-    request: CountTokensRequest, common: CommonFields, params: SamplingParams, stream: bool
+    request: CountTokensRequest, ignored: IgnoredFields, common: CommonFields, params: SamplingParams, stream: bool
 ) -> MessagesCall:
-    ignored = find_ignored_fields(request)
     tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in request.tools or ()]
     choice = _convert_tool_choice(request)
     check_tools(tools, choice)
@@ -187,7 +209,7 @@ def _build_call(
         continues_last_message=continues_last,
         adds_generation_prompt=not continues_last,
         unset_params=frozenset(name for name in CHECKPOINT_DEFAULTS if getattr(request, name, None) is None),
-        ignored_fields=ignored,
+        ignored=ignored,
         stream=stream,
         shows_thinking=getattr(request.thinking, "display", None) != "omitted",
     )

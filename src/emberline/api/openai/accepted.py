@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only
+from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only, without_effect
 from emberline.api.parse import WireStruct
 
 OnlyTrue = Annotated[Any, accepts_only(True)]
@@ -32,7 +32,9 @@ class AcceptedFields(WireStruct, kw_only=True):
     spaces_between_special_tokens: Annotated[Any, accepts_only(True, False)] = None  # no tokenizer writes such spaces
     logits_processors: OnlyEmpty = None
     kv_transfer_params: OnlyEmpty = None
-    vllm_xargs: OnlyEmpty = None
+    vllm_xargs: Annotated[Any, without_effect({})] = None
+    guided_decoding_backend: IgnoredField = None  # the server has one
+    guided_whitespace_pattern: OnlyEmpty = None
     thinking_token_budget: IgnoredField = None
     logprob_token_ids: None = None  # known and not supported
     # SGLang's fields

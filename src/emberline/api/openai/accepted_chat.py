@@ -12,6 +12,7 @@ from emberline.api.openai.sampling import SamplingFields
 class ChatFields(SamplingFields, kw_only=True):
     store: IgnoredField = None  # no endpoint reads a stored chat
     verbosity: IgnoredField = None
+    web_search_options: IgnoredField = None  # a tool that OpenAI hosts
     modalities: Annotated[Any, accepts_only(["text"])] = None
     best_of: Annotated[Any, accepts_only(1)] = None
     documents: OnlyEmpty = None

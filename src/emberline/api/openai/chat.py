@@ -32,7 +32,7 @@ from emberline.api.openai.tools import (
     select_functions,
     select_tools,
 )
-from emberline.api.parse import WireStruct, decode
+from emberline.api.parse import WireStruct, decode_request
 from emberline.core.errors import InvalidRequest
 
 __all__ = ["ChatRequest", "OpenAIChatCall", "parse"]
@@ -77,7 +77,6 @@ class ChatRequest(ChatFields, kw_only=True):
     continue_final_message: bool | None = None
     # known and not supported
     audio: None = None
-    web_search_options: None = None
     moderation: None = None
     chat_template: None = None
 
@@ -93,7 +92,7 @@ class OpenAIChatCall(ChatCall):
 
 def parse(body: bytes) -> OpenAIChatCall:
     try:
-        request = decode(body, ChatRequest)
+        request, ignored = decode_request(body, ChatRequest)
     except InvalidRequest as error:
         raise add_text_only_hint(error) from None
     tools, max_tokens = _select_tools(request), _resolve_max_tokens(request)
@@ -103,7 +102,7 @@ def parse(body: bytes) -> OpenAIChatCall:
         request.messages, request.continue_final_message, request.add_generation_prompt
     )
     return OpenAIChatCall(
-        **build_generation_fields(request, request.stream_options, max_tokens),
+        **build_generation_fields(request, request.stream_options, max_tokens, ignored),
         common=request.build_common_fields(extra_user_id=request.safety_identifier),
         messages=to_template_messages(request.messages),
         params=request.build_sampling_params(

@@ -20,7 +20,7 @@ from emberline.api.fields import IgnoredField, OnlyEmpty
 from emberline.api.openai.generation_fields import build_generation_fields
 from emberline.api.openai.inputs import MAX_INPUTS_PER_REQUEST, Inputs, list_inputs
 from emberline.api.openai.sampling import Count, LogprobCount, SamplingFields, UsageStreamOptions
-from emberline.api.parse import decode
+from emberline.api.parse import decode_request
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS
 
@@ -49,7 +49,7 @@ class OpenAICompletionCall(CompletionCall):
 
 
 def parse(body: bytes) -> OpenAICompletionCall:
-    request = decode(body, CompletionRequest)
+    request, ignored = decode_request(body, CompletionRequest)
     prompts = list_inputs(request.prompt, "prompt")
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
@@ -66,7 +66,7 @@ def parse(body: bytes) -> OpenAICompletionCall:
         hint = "send max_tokens of 1 or more, or echo: true"
         raise InvalidRequest("max_tokens is 0 without echo: nothing to return", param="max_tokens", hint=hint)
     return OpenAICompletionCall(
-        **build_generation_fields(request, request.stream_options, max_tokens),
+        **build_generation_fields(request, request.stream_options, max_tokens, ignored),
         common=request.build_common_fields(),
         prompts=prompts,
         params=request.build_sampling_params(

@@ -17,7 +17,7 @@ from msgspec import Meta
 from emberline.api.call import CommonFields, EmbeddingCall
 from emberline.api.openai.inputs import Inputs, list_inputs
 from emberline.api.openai.sampling import ModelName
-from emberline.api.parse import WireStruct, decode
+from emberline.api.parse import WireStruct, decode_request
 
 
 class EmbeddingRequest(WireStruct):
@@ -29,12 +29,13 @@ class EmbeddingRequest(WireStruct):
 
 
 def parse(body: bytes) -> EmbeddingCall:
-    request = decode(body, EmbeddingRequest)
+    request, ignored = decode_request(body, EmbeddingRequest)
     return EmbeddingCall(
         common=CommonFields(request.model or "", user=request.user),
         inputs=list_inputs(request.input, "input"),
         dimensions=request.dimensions,
         encoding=request.encoding_format or "float",
+        ignored=ignored,
     )
 
 

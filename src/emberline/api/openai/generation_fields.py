@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from emberline.api.fields import find_ignored_fields
+from emberline.api.fields import IgnoredFields
 from emberline.api.openai.sampling import SamplingFields, UsageStreamOptions
 from emberline.core.errors import InvalidRequest
 
@@ -19,14 +19,17 @@ class GenerationFields(TypedDict):
     return_token_ids: bool
     tokens_as_ids: bool
     unset_params: frozenset[str]
-    ignored_fields: Sequence[str]
+    ignored: IgnoredFields
     stream: bool
     includes_usage: bool
     running_usage: bool
 
 
 def build_generation_fields(
-    request: SamplingFields, stream_options: UsageStreamOptions | None, max_tokens: int | None
+    request: SamplingFields,
+    stream_options: UsageStreamOptions | None,
+    max_tokens: int | None,
+    ignored: IgnoredFields,
 ) -> GenerationFields:
     """Return the call's fields, read from the request.
 
@@ -34,7 +37,6 @@ def build_generation_fields(
     if request.prompt_logprobs is not None and request.stream:
         what = "prompt_logprobs is not supported for streams"
         raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
-    ignored = stream_options.find_ignored_fields() if stream_options else []
     return GenerationFields(
         bad_words=request.bad_words or (),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
@@ -42,7 +44,7 @@ def build_generation_fields(
         return_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         unset_params=request.list_unset_params(max_tokens),
-        ignored_fields=find_ignored_fields(request) + ignored,
+        ignored=ignored.with_known(stream_options.find_ignored_fields() if stream_options else ()),
         stream=bool(request.stream),
         includes_usage=request.returns_usage(),
         running_usage=stream_options is not None and stream_options.reports_running_usage(),

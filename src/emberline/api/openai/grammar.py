@@ -1,6 +1,6 @@
 """Request fields of OpenAI, vLLM, SGLang and llama.cpp that constrain the output to a grammar.
 
-A request may set only one of them."""
+A request may set only one of them, or several to the same grammar."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GrammarFields(AcceptedFields, kw_only=True):
     json_schema: Schema | None = None
 
     def grammar(self) -> GrammarSpec | None:
-        """Return the requested grammar, or None. Raises InvalidRequest if several fields request a grammar."""
+        """Return the requested grammar, or None. Raises InvalidRequest if fields request different grammars."""
         found = {
             "response_format": _grammar_from_response_format(self.response_format),
             "guided_json": _grammar_from_schema(self.guided_json, "guided_json"),
@@ -94,7 +94,7 @@ class GrammarFields(AcceptedFields, kw_only=True):
                 "structured_outputs.json_object": GrammarSpec("json_object") if outputs.json_object else None,
             }
         given = {param: grammar for param, grammar in found.items() if grammar is not None}
-        if len(given) > 1:
+        if len(set(given.values())) > 1:  # guidance sends the same grammar by the old and the new field
             raise InvalidRequest(
                 f"{' and '.join(given)} are set, but only one of them may be",
                 param=list(given)[1],

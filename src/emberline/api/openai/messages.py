@@ -8,17 +8,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from emberline.api.fields import RedundantField
 from emberline.api.parse import WireStruct, decode_json_object
 from emberline.core.errors import InvalidRequest
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 _PART_TYPE = re.compile(r"\.content\[\d+\]\.type$")
-
-
-# Fields that clients send back with a message and that add nothing: copies of its text or arguments, cache marks, and
-# ids of a reply. No template reads them, so they are not listed as ignored either.
-RedundantField = Any
 
 
 class TextPart(WireStruct):

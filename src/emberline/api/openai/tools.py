@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from emberline.api.call import Tool, ToolChoice
+from emberline.api.fields import keeps_types
 from emberline.api.openai.messages import FunctionName
 from emberline.api.parse import WireStruct
 from emberline.core.errors import InvalidRequest
@@ -42,14 +43,14 @@ class AllowedTool(WireStruct):
 
 class AllowedTools(WireStruct):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS), keeps_types("function")]
 
 
 class AllowedToolsChoice(WireStruct, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
-Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
+Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS), keeps_types("function")]
 ToolChoiceField = Literal["none", "auto", "required"] | ToolRef | AllowedToolsChoice
 Functions = Annotated[list[Function], Meta(max_length=MAX_TOOLS)]
 FunctionChoice = Literal["none", "auto"] | FunctionRef

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from emberline.api.fields import IgnoredField, OnlyFalse, RedundantField
 from emberline.api.openai.messages import FunctionName
 from emberline.api.parse import WireStruct, decode_json_object
 from emberline.api.transcript import Transcript
-from emberline.core.errors import InvalidRequest
+from emberline.wire.tool_names import join_tool_name
 
 Status = Literal["in_progress", "completed", "incomplete"]
 CallId = Annotated[str, Meta(min_length=1)]
@@ -59,7 +60,7 @@ class MessageItem(WireStruct, tag_field="type", tag="message"):
     content: str | list[InputText | OutputText | RefusalText]
     id: str | None = None
     status: Status | None = None  # the output continues a last assistant message that is not completed
-    phase: None = None
+    phase: IgnoredField = None
 
 
 class ReasoningItem(WireStruct, tag_field="type", tag="reasoning"):
@@ -76,9 +77,9 @@ class FunctionCallItem(WireStruct, tag_field="type", tag="function_call"):
     arguments: str  # JSON text
     id: str | None = None
     status: Status | None = None
-    namespace: None = None
-    caller: None = None
-    asynchronous: None = field(name="async", default=None)
+    namespace: str | None = None
+    caller: IgnoredField = None
+    asynchronous: OnlyFalse = field(name="async", default=None)
 
 
 class FunctionCallOutputItem(WireStruct, tag_field="type", tag="function_call_output"):
@@ -86,12 +87,28 @@ class FunctionCallOutputItem(WireStruct, tag_field="type", tag="function_call_ou
     output: str | list[ToolOutputText]
     id: str | None = None
     status: Status | None = None
-    name: None = None
-    namespace: None = None
-    caller: None = None
+    name: RedundantField = None  # the call has it too
+    namespace: RedundantField = None
+    caller: IgnoredField = None
 
 
 Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
+
+# Items that are about tools which a different provider hosts. The messages around them have the answers.
+HOSTED_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "tool_search_call",
+    "tool_search_output",
+)
 
 
 def build_transcript(instructions: str | None, input: str | list[Item]) -> Transcript:
@@ -125,29 +142,24 @@ def _add_item(transcript: Transcript, item: Item, path: str) -> None:
         case MessageItem(role="user" | "assistant" | "system" as role):
             transcript.add_text(role, _join_texts(item.content))
         case ReasoningItem():
-            if text := _read_reasoning_text(item, path):
+            if text := _read_reasoning_text(item, transcript.ignored_fields):
                 transcript.add_reasoning(text)
         case FunctionCallItem():
             arguments = decode_json_object(item.arguments, f"{path}.arguments") if item.arguments.strip() else {}
-            transcript.add_tool_call(item.call_id, item.name, arguments)
+            transcript.add_tool_call(item.call_id, join_tool_name(item.namespace, item.name), arguments)
         case FunctionCallOutputItem():
             transcript.add_tool_result(item.call_id, _join_texts(item.output), param=f"{path}.call_id")
 
 
-def _read_reasoning_text(item: ReasoningItem, path: str) -> str:
+def _read_reasoning_text(item: ReasoningItem, ignored_fields: list[str]) -> str:
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content:
-        return _decode_reasoning(item.encrypted_content, f"{path}.encrypted_content")
+        try:
+            return base64.b64decode(item.encrypted_content, validate=True).decode()
+        except ValueError:  # not base64, not ASCII, or not UTF-8 inside: a different server encrypted it
+            ignored_fields.append("input[].encrypted_content")
     return "\n".join(part.text for part in item.summary or ())
-
-
-def _decode_reasoning(encoded: str, param: str) -> str:
-    try:
-        return base64.b64decode(encoded, validate=True).decode()
-    except ValueError:  # not base64, not ASCII, or not UTF-8 inside
-        hint = "return the item unchanged, or remove it"
-        raise InvalidRequest(f"{param} was not created by this server", param=param, hint=hint) from None
 
 
 def _join_texts(content: str | list[ToolOutputText] | list[InputText | OutputText | RefusalText]) -> str:

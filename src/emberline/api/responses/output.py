@@ -51,13 +51,14 @@ class OutputItem(ABC):
 class OutputFunctionCall(OutputItem):
     event_kind = "function_call_arguments"
 
-    def __init__(self, id: str, index: int, call_id: str, name: str) -> None:
+    def __init__(self, id: str, index: int, call_id: str, name: str, namespace: str | None = None) -> None:
         super().__init__(id, index)
         self._call_id = call_id
         self._name = name
+        self._namespace_field = {} if namespace is None else {"namespace": namespace}
 
     def to_json(self) -> Json:
-        call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
+        call = {"call_id": self._call_id, **self._namespace_field, "name": self._name, "arguments": self.text}
         return {"id": self.id, "type": "function_call", "status": self.status, **call}
 
     def make_close_events(self, status: Status) -> list[Json]:

@@ -9,25 +9,34 @@ writer = stream.ResponsesReplyWriter(call, id, created, fingerprint)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from emberline.api.call import ChatCall, Tool, ToolChoice
-from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only, find_ignored_fields
+from emberline.api.fields import (
+    IgnoredField,
+    OnlyFalse,
+    RedundantField,
+    accepts_only,
+    drops_types,
+    keeps_types,
+    without_effect,
+)
 from emberline.api.openai.accepted import OnlyTrue
 from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
 from emberline.api.openai.messages import FunctionName, add_text_only_hint
 from emberline.api.openai.sampling import LogprobCount, StreamOptions
 from emberline.api.openai.template import build_template_args, list_template_settings
-from emberline.api.parse import WireStruct, decode, encode_json_text
-from emberline.api.responses.items import Item, build_transcript, continues_last_message
+from emberline.api.parse import WireStruct, decode_request, encode_json_text
+from emberline.api.responses.items import HOSTED_ITEMS, Item, build_transcript, continues_last_message
 from emberline.api.tool_validation import check_tools
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
 from emberline.core.request import Priority
+from emberline.wire.tool_names import join_tool_name
 
 __all__ = ["ResponsesCall", "ResponsesRequest", "parse"]
 
@@ -52,15 +61,30 @@ IncludeName = Literal[
 ]
 
 
-class ResponseTool(WireStruct):
-    type: Literal["function"]
+class FunctionFields(WireStruct, kw_only=True):
     name: FunctionName
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: OnlyFalse = None
-    output_schema: None = None
+    allowed_callers: Annotated[Any, without_effect(["direct"])] = None
+    defer_loading: Annotated[Any, without_effect(False)] = None  # the prompt describes every tool
+    output_schema: IgnoredField = None
+
+
+class ResponseTool(FunctionFields, tag_field="type", tag="function"):
+    """A function that the client runs."""
+
+
+class NamespacedTool(FunctionFields, kw_only=True):
+    type: Literal["function"]  # not a tag: msgspec would let a lone struct omit its tag
+
+
+class ToolNamespace(WireStruct, tag_field="type", tag="namespace"):
+    """Functions whose names are unique only within the namespace."""
+
+    name: FunctionName
+    tools: Annotated[list[NamespacedTool], keeps_types("function")]
+    description: str | None = None
 
 
 class FunctionChoice(WireStruct, tag_field="type", tag="function"):
@@ -74,7 +98,7 @@ class AllowedFunction(WireStruct):
 
 class AllowedChoice(WireStruct, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1), keeps_types("function")]
 
 
 class SchemaFormat(WireStruct, tag_field="type", tag="json_schema"):
@@ -91,27 +115,27 @@ class TextConfig(WireStruct):
 
 class ReasoningConfig(WireStruct):
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    summary: Annotated[Any, accepts_only("auto", "concise", "detailed")] = None  # the reply has the whole reasoning
+    summary: Annotated[Any, without_effect("auto", "concise", "detailed")] = None  # the reply has the whole reasoning
     context: IgnoredField = None
     mode: IgnoredField = None
     generate_summary: IgnoredField = None  # older name of `summary`
 
 
 class ResponseStreamOptions(StreamOptions):
-    include_usage: None = None  # the last event always has the usage
+    include_usage: IgnoredField = None  # the last event always has the usage
 
 
 class ResponsesRequest(ChatFields, kw_only=True):
-    input: str | Annotated[list[Item], Meta(min_length=1)]
+    input: str | Annotated[list[Item], Meta(min_length=1), drops_types(*HOSTED_ITEMS)]
     instructions: str | None = None
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None  # limits built-in tools, which the server does not have
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool | ToolNamespace], keeps_types("function", "namespace")] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[IncludeName] | None = None
+    include: Annotated[list[IncludeName], keeps_types(*get_args(IncludeName))] | None = None
     top_logprobs: LogprobCount | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None
@@ -124,10 +148,11 @@ class ResponsesRequest(ChatFields, kw_only=True):
     include_reasoning: OnlyTrue = None
     echo: OnlyFalse = None
     return_tokens_as_token_ids: OnlyFalse = None
-    truncation: Annotated[Any, accepts_only("disabled")] = None
-    context_management: OnlyEmpty = None
+    truncation: Annotated[Any, without_effect("disabled")] = None  # an input longer than the context is an error
+    context_management: Annotated[Any, without_effect([], {})] = None
+    client_metadata: RedundantField = None  # ids of the client's own
+    n: Annotated[Any, accepts_only(1)] = None
     # known and not supported
-    n: None = None
     response_format: None = None
     prompt_logprobs: None = None
     return_token_ids: None = None
@@ -136,7 +161,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     prompt: None = None
     moderation: None = None
     image: None = None
-    access_programs: None = None
+    access_programs: IgnoredField = None
 
     def grammar(self) -> GrammarSpec | None:
         shared, own = super().grammar(), _grammar_from_text_format(self.text)
@@ -151,17 +176,20 @@ class ResponsesCall(ChatCall):
     includes_encrypted_reasoning: bool = False
     store: bool | None = None  # whether to store the reply; None: if the server has a response store
     is_stored: bool = False  # the server stores the reply
+    # (namespace, name) of the tools that are in a namespace, by the name that the model knows
+    names_in_namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     echoed_fields: dict[str, Any] = field(default_factory=dict)  # fields that the reply repeats
 
 
 def parse(body: bytes) -> ResponsesCall:
     try:
-        request = decode(_add_item_types(body), ResponsesRequest)
+        request, ignored = decode_request(_add_item_types(body), ResponsesRequest)
     except InvalidRequest as error:
         raise _add_text_only_hint(error) from None
-    ignored = find_ignored_fields(request)
     request.returns_usage()
-    tools, choice = _convert_tools(request)
+    functions = _list_functions(request)
+    tools, choice = _convert_tools(request, functions)
+    transcript = build_transcript(request.instructions, request.input)
     common = request.build_common_fields(extra_user_id=request.safety_identifier)
     effort = request.reasoning.effort if request.reasoning else None
     params = request.build_sampling_params(
@@ -169,7 +197,7 @@ def parse(body: bytes) -> ResponsesCall:
     )
     return ResponsesCall(
         common=common,
-        messages=build_transcript(request.instructions, request.input).to_messages(param="input"),
+        messages=transcript.to_messages(param="input"),
         params=params,
         tools=tools,
         tool_choice=choice,
@@ -183,10 +211,15 @@ def parse(body: bytes) -> ResponsesCall:
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         keeps_first_tokens=request.truncation_side == "right",
         unset_params=request.list_unset_params(request.max_output_tokens),
-        ignored_fields=ignored,
+        ignored=ignored.with_known(dict.fromkeys(transcript.ignored_fields)),
         stream=bool(request.stream),
         store=request.store,
         includes_encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in (request.include or ()),
+        names_in_namespaces={
+            function.joined_name: (function.namespace, function.tool.name)
+            for function in functions
+            if function.namespace is not None
+        },
         echoed_fields={
             **_list_echoed_fields(request),
             "service_tier": "flex" if common.priority is Priority.BATCH else "default",
@@ -228,8 +261,31 @@ def _resolve_top_logprobs(request: ResponsesRequest) -> int | None:
     return (request.top_logprobs or 0) if is_requested else None
 
 
-def _convert_tools(request: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
-    tools = [Tool(t.name, t.description or "", t.parameters or {}, bool(t.strict)) for t in request.tools or ()]
+@dataclass(frozen=True, slots=True)
+class _Function:
+    tool: FunctionFields
+    namespace: str | None = None
+
+    @property
+    def joined_name(self) -> str:
+        return join_tool_name(self.namespace, self.tool.name)
+
+
+def _list_functions(request: ResponsesRequest) -> list[_Function]:
+    functions: list[_Function] = []
+    for each in request.tools or ():
+        if isinstance(each, ToolNamespace):
+            functions += [_Function(tool, each.name) for tool in each.tools]
+        else:
+            functions.append(_Function(each))
+    return functions
+
+
+def _convert_tools(request: ResponsesRequest, functions: list[_Function]) -> tuple[list[Tool], ToolChoice]:
+    tools = [
+        Tool(each.joined_name, each.tool.description or "", each.tool.parameters or {}, bool(each.tool.strict))
+        for each in functions
+    ]
     match request.tool_choice:
         case FunctionChoice(name=name):
             choice = ToolChoice("named", name)
@@ -272,6 +328,9 @@ def _list_echoed_fields(request: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _render_tool(tool: ResponseTool) -> dict[str, Any]:
+def _render_tool(tool: FunctionFields | ToolNamespace) -> dict[str, Any]:
+    if isinstance(tool, ToolNamespace):
+        inner = [_render_tool(each) for each in tool.tools]
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
     details = {"description": tool.description, "parameters": tool.parameters, "strict": bool(tool.strict)}
     return {"type": "function", "name": tool.name, **details}

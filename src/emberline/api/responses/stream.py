@@ -66,9 +66,9 @@ class ResponsesReplyWriter:
         match delta:
             case deltas.ToolCallStart():
                 self._slot = delta.slot
-                return self._begin_item(
-                    OutputFunctionCall(self._make_item_id("fc"), len(self._output), delta.id, delta.name)
-                )
+                namespace, name = self._call.names_in_namespaces.get(delta.name, (None, delta.name))
+                item_id = self._make_item_id("fc")
+                return self._begin_item(OutputFunctionCall(item_id, len(self._output), delta.id, name, namespace))
             case deltas.ToolCallArguments():
                 assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
                 return [self._output[-1].append_text(delta.text)] if delta.text else []

@@ -8,10 +8,12 @@ from dataclasses import replace
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.anthropic import citations as anthropic_citations
+from emberline.gateway.dialects.anthropic.threads import remove_thread
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
 from emberline.gateway.dialects.chat import citations as chat_citations
 from emberline.gateway.dialects.chat.content import read_google_signature
 from emberline.gateway.dialects.media import guess_mime_type
+from emberline.gateway.dialects.responses.namespaces import flatten_namespaces
 from emberline.gateway.dialects.schemas import is_strict_schema
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.wire.deltas import ChatDialect
@@ -26,6 +28,10 @@ def adapt_request(
 
     Raises InvalidRequest for content that cannot be dropped without changing what the request means.
     """
+    if request.dialect == "openai-responses":
+        flatten_namespaces(request)
+    if request.dialect == "anthropic":
+        remove_thread(request.extra)
     both_openai = request.dialect in OPENAI_DIALECTS and target in OPENAI_DIALECTS
     if request.user is None and not both_openai and isinstance(request.extra.get("safety_identifier"), str):
         request.user = request.extra.pop("safety_identifier")
@@ -100,8 +106,11 @@ class _PartAdapter:
         return result
 
     def _adapt_part(self, part: canonical.Part) -> canonical.Part | None:
-        if isinstance(part, canonical.OpaqueContent):
-            return None  # already reported by report_request_fields
+        match part:
+            case canonical.OpaqueContent(kind="tool_reference", raw={"tool_name": str(name)}):
+                return canonical.TextContent(name)  # the result of a search: `tools` describes what it found
+            case canonical.OpaqueContent():
+                return None  # already reported by report_request_fields
         part.extra = self.keep_shared_fields(part.extra)
         match part:
             case canonical.TextContent(text="") if self._target == "anthropic":

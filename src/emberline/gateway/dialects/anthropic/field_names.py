@@ -22,9 +22,5 @@ FIELD_NAMES = FieldNames(
     },
     message_path="messages[]",
     part_path="content[]",
-    essential={
-        "container": "remove it",
-        "mcp_servers": "remove them",
-        "compaction": "send the uncompacted conversation",
-    },
+    essential={"compaction": "send the uncompacted conversation"},
 )

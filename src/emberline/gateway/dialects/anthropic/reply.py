@@ -60,5 +60,5 @@ def _render_blocks(part: canonical.Part) -> list[canonical.Json]:
                 (text, [render_anthropic_citation(citation) for citation in cited])
                 for text, cited in split_at_citations(part)
             ]
-            return [{"type": "text", "text": text, "citations": cited or None} for text, cited in rows]
+            return [{"type": "text", "text": text, **({"citations": cited} if cited else {})} for text, cited in rows]
     return [render_part(part)]

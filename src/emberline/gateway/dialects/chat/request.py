@@ -36,8 +36,9 @@ def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     if (options := fields.read("stream_options", dict)) is not None:
         request.include_usage = bool(options.get("include_usage"))
         request.keep_source_field("stream_options", options, translated_subfields=("include_usage",))
-    if (effort := fields.read("reasoning_effort", str)) is not None:
-        request.reasoning = canonical.ReasoningOptions(parse_effort(effort, "reasoning_effort"))
+    if (effort := find_effort(fields.unread.get("reasoning_effort"))) is not None:
+        request.reasoning = canonical.ReasoningOptions(effort)
+        del fields.unread["reasoning_effort"]
     parse_tools(fields, request, _parse_tool)
     if (response_format := fields.read("response_format", dict)) is not None:
         request.response_format = _parse_response_format(response_format)
@@ -46,11 +47,9 @@ def parse(body: canonical.Json) -> canonical.CanonicalRequest:
     return request
 
 
-def parse_effort(effort: str, path: str) -> canonical.Effort:
-    for known in EFFORTS:
-        if effort == known:
-            return known
-    raise make_unknown_value_error(effort, path, ", ".join(EFFORTS))
+def find_effort(value: object) -> canonical.Effort | None:
+    """Return the effort if it is a known one. Others only their own provider understands."""
+    return next((known for known in EFFORTS if value == known), None)
 
 
 def parse_tools(

@@ -61,10 +61,10 @@ class StreamedFunctionCall(StreamedItem):
     event_kind = "function_call_arguments"
     part_location: ClassVar[Json] = {}
 
-    def __init__(self, id: str, index: int, slot: int, call_id: str, name: str) -> None:
+    def __init__(self, id: str, index: int, slot: int, call_id: str, tool_name: Json) -> None:
         super().__init__(id, index)
         self.slot = slot
-        self._names = {"call_id": call_id, "name": name}
+        self._names = {"call_id": call_id, **tool_name}
 
     def to_json(self) -> Json:
         head = {"id": self.id, "type": "function_call", "status": self.status}

@@ -9,6 +9,7 @@ from emberline.gateway.dialects.errors import make_stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
+from emberline.gateway.dialects.responses.namespaces import render_tool_name
 from emberline.wire import signatures
 from emberline.wire.citations import render_responses_citation
 from emberline.wire.deltas import FinishReason, StreamStart
@@ -55,7 +56,7 @@ def render(reply: canonical.CanonicalReply, context: ReplyContext) -> canonical.
     choice = reply.choices[0]
     incomplete_reason = TO_RESPONSES[choice.finish_reason or "stop"]
     items = [
-        _render_item(part, make_item_id(reply.id, index), choice)
+        _render_item(part, make_item_id(reply.id, index), choice, context)
         for index, part in enumerate(choice.parts)
         if _is_representable(part)
     ]
@@ -98,7 +99,9 @@ def _is_representable(part: canonical.Part) -> bool:
     )
 
 
-def _render_item(part: canonical.Part, id: str, choice: canonical.CanonicalChoice) -> canonical.Json:
+def _render_item(
+    part: canonical.Part, id: str, choice: canonical.CanonicalChoice, context: ReplyContext
+) -> canonical.Json:
     match part:
         case canonical.TextContent():
             content = render_text_part(part.text, choice.logprobs, list(map(render_responses_citation, part.citations)))
@@ -107,7 +110,7 @@ def _render_item(part: canonical.Part, id: str, choice: canonical.CanonicalChoic
             content = {"type": "refusal", "refusal": part.text}
             return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
         case canonical.ToolCallContent():
-            call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
+            call = {"call_id": part.id, **render_tool_name(part.name, context), "arguments": part.arguments}
             return {"id": id, "type": "function_call", "status": "completed", **call}
         case canonical.ReasoningContent():
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from emberline.gateway.dialects import canonical
 from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
-from emberline.gateway.dialects.chat.request import choose_effort, parse_effort, parse_tools
+from emberline.gateway.dialects.chat.request import choose_effort, find_effort, parse_tools
 from emberline.gateway.dialects.field_reader import FieldReader, make_unknown_value_error
 from emberline.gateway.dialects.responses.field_names import FIELD_NAMES
 from emberline.gateway.dialects.responses.items import parse_item, render_items
@@ -32,10 +32,10 @@ def parse(body: canonical.Json) -> canonical.CanonicalRequest:
         request.keep_source_field("text", text, translated_subfields=("format", "verbosity"))
         request.verbosity, request.response_format = text.get("verbosity"), _parse_response_format(text.get("format"))
     if (reasoning := fields.read("reasoning", dict)) is not None:
-        request.keep_source_field("reasoning", reasoning, translated_subfields=("effort", "summary"))
-        effort, summary = reasoning.get("effort"), reasoning.get("summary")
-        parsed_effort = None if effort is None else parse_effort(effort, "reasoning.effort")
-        request.reasoning = canonical.ReasoningOptions(parsed_effort, None, None if summary is None else True)
+        effort, summary = find_effort(reasoning.get("effort")), reasoning.get("summary")
+        translated = ("summary",) if effort is None else ("effort", "summary")
+        request.keep_source_field("reasoning", reasoning, translated_subfields=translated)
+        request.reasoning = canonical.ReasoningOptions(effort, None, None if summary is None else True)
     if (include := fields.read("include", list)) is not None:
         request.source_fields["include"] = include
         request.unmapped_fields |= {

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.errors import render_error
+from emberline.gateway.dialects.responses.namespaces import render_tool_name
 from emberline.gateway.dialects.responses.output_items import (
     StreamedFunctionCall,
     StreamedItem,
@@ -48,7 +49,9 @@ class ResponsesEventWriter:
                 return self._append_text(StreamedRefusal, delta.text)
             case deltas.ToolCallStart():
                 return self._begin_item(
-                    StreamedFunctionCall(*self._next_item_position(), delta.slot, delta.id, delta.name)
+                    StreamedFunctionCall(
+                        *self._next_item_position(), delta.slot, delta.id, render_tool_name(delta.name, self._context)
+                    )
                 )
             case deltas.CitationDelta():
                 return self._add_citation(delta.citation)
