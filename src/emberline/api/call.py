@@ -83,3 +83,5 @@ class EmbeddingCall:
     inputs: Sequence[str | list[int]]
     dimensions: int | None = None
     encoding: Literal["float", "base64"] = "float"
+    truncates: bool = False  # inputs that are longer than the model's context are cut instead of refused
+    ignored_fields: Sequence[str] = ()  # names of request fields without effect

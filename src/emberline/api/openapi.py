@@ -11,6 +11,11 @@ import msgspec
 
 from emberline.api import replies
 from emberline.api.anthropic.request import CountTokensRequest, MessagesRequest
+from emberline.api.ollama import replies as ollama_replies
+from emberline.api.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from emberline.api.ollama.models import OllamaShowRequest
+from emberline.api.ollama.reply import STREAM_MEDIA_TYPE
+from emberline.api.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.embeddings import EmbeddingRequest
@@ -18,6 +23,8 @@ from emberline.api.responses.request import ResponsesRequest
 from emberline.api.tokenize import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
+
+EVENT_STREAM = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +35,45 @@ class ApiEndpoint:
     request: type | None = None
     reply: type | None = None  # None: the document gives only `content_type`
     content_type: str = "application/json"
-    streams: bool = False
+    stream_type: str = ""  # content type of the streamed reply; "": the reply is never a stream
     error: type = replies.OpenAIError
     needs_key: bool = True
     may_be_unavailable: bool = False  # 503 is a regular reply of this endpoint
 
 
+def _ollama_endpoint(
+    method: Literal["get", "post"],
+    path: str,
+    summary: str,
+    request: type | None,
+    reply: type,
+    *,
+    stream_type: str = "",
+) -> ApiEndpoint:
+    title = f"{summary} (Ollama's protocol)"
+    return ApiEndpoint(method, path, title, request, reply, stream_type=stream_type, error=ollama_replies.OllamaError)
+
+
 ENDPOINTS = (
     ApiEndpoint(
-        "post", "/v1/chat/completions", "Generate a chat completion", ChatRequest, replies.ChatCompletion, streams=True
+        "post",
+        "/v1/chat/completions",
+        "Generate a chat completion",
+        ChatRequest,
+        replies.ChatCompletion,
+        stream_type=EVENT_STREAM,
     ),
     ApiEndpoint(
-        "post", "/v1/completions", "Generate text completions", CompletionRequest, replies.TextCompletion, streams=True
+        "post",
+        "/v1/completions",
+        "Generate text completions",
+        CompletionRequest,
+        replies.TextCompletion,
+        stream_type=EVENT_STREAM,
     ),
-    ApiEndpoint("post", "/v1/responses", "Generate a response", ResponsesRequest, replies.Response, streams=True),
+    ApiEndpoint(
+        "post", "/v1/responses", "Generate a response", ResponsesRequest, replies.Response, stream_type=EVENT_STREAM
+    ),
     ApiEndpoint("post", "/v1/embeddings", "Compute embeddings", EmbeddingRequest, replies.EmbeddingList),
     ApiEndpoint("get", "/v1/models", "List the models", reply=replies.ModelListing),
     ApiEndpoint("get", "/v1/models/{model}", "Describe one model", reply=replies.ModelEntry),
@@ -51,7 +83,7 @@ ENDPOINTS = (
         "Generate a message (Anthropic's protocol)",
         MessagesRequest,
         replies.AnthropicMessage,
-        streams=True,
+        stream_type=EVENT_STREAM,
         error=replies.AnthropicError,
     ),
     ApiEndpoint(
@@ -61,6 +93,43 @@ ENDPOINTS = (
         CountTokensRequest,
         replies.TokenCount,
         error=replies.AnthropicError,
+    ),
+    _ollama_endpoint(
+        "post",
+        "/api/chat",
+        "Generate a chat message",
+        OllamaChatRequest,
+        ollama_replies.OllamaChatReply,
+        stream_type=STREAM_MEDIA_TYPE,
+    ),
+    _ollama_endpoint(
+        "post",
+        "/api/generate",
+        "Generate text",
+        OllamaGenerateRequest,
+        ollama_replies.OllamaGenerateReply,
+        stream_type=STREAM_MEDIA_TYPE,
+    ),
+    _ollama_endpoint("post", "/api/embed", "Compute embeddings", OllamaEmbedRequest, ollama_replies.OllamaEmbedReply),
+    _ollama_endpoint(
+        "post",
+        "/api/embeddings",
+        "Compute the embedding of one text",
+        OllamaEmbeddingsRequest,
+        ollama_replies.OllamaEmbeddingsReply,
+    ),
+    _ollama_endpoint(
+        "post", "/api/show", "Describe one model", OllamaShowRequest, ollama_replies.OllamaModelDescription
+    ),
+    _ollama_endpoint("get", "/api/tags", "List the models", None, ollama_replies.OllamaModelList),
+    _ollama_endpoint("get", "/api/ps", "List the loaded models", None, ollama_replies.OllamaModelList),
+    ApiEndpoint(
+        "get",
+        "/api/version",
+        "The version of Ollama's API",
+        reply=ollama_replies.OllamaVersion,
+        error=ollama_replies.OllamaError,
+        needs_key=False,
     ),
     ApiEndpoint("post", "/tokenize", "Convert text or messages to tokens", TokenizeRequest, replies.TokenizeReply),
     ApiEndpoint("post", "/detokenize", "Convert tokens to text", DetokenizeRequest, replies.DetokenizeReply),
@@ -152,8 +221,8 @@ def _render_operation(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Js
 def _render_responses(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Json:
     schema = {} if endpoint.reply is None else {"schema": schema_refs[endpoint.reply]}
     content: Json = {endpoint.content_type: schema}
-    if endpoint.streams:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe single events
+    if endpoint.stream_type:
+        content[endpoint.stream_type] = {}  # OpenAPI 3.1 cannot describe single events
     responses: Json = {"200": {"description": "The reply", "content": content}}
     if endpoint.may_be_unavailable:
         responses["503"] = {"description": "Not ready; the body has the reason", "content": {endpoint.content_type: {}}}

@@ -163,7 +163,7 @@ def _assemble_model(
     defaults = load_sampling_defaults(tokenizer_and_template.directory, config.generation_config)
     if defaults:
         log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
-    return LoadedModel(name, generator, guard, metrics, fingerprint, defaults)
+    return LoadedModel(name, generator, guard, metrics, fingerprint, defaults, tokenizer_and_template.directory)
 
 
 def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

@@ -18,6 +18,7 @@ class EmbeddingModel:
     def __init__(self, name: str, directory: Path, threads: int) -> None:
         config = read_object_if_exists(directory / "config.json")
         self.name = name
+        self.directory = directory
         self.dim = int(config.get("hidden_size", 0))
         longest = read_object_if_exists(directory / "sentence_bert_config.json").get("max_seq_length")
         self.max_tokens = int(longest or config.get("max_position_embeddings", 512))
@@ -29,7 +30,7 @@ class EmbeddingModel:
 
         Raises ModelNotFound or ContextLengthExceeded.
         """
-        if call.common.model not in ("", self.name):
+        if call.common.model.removesuffix(":latest") not in ("", self.name):
             raise ModelNotFound(
                 f"embedding model {call.common.model[:200]!r} not found",
                 param="model",
@@ -41,6 +42,8 @@ class EmbeddingModel:
         texts = [text for text in call.inputs if isinstance(text, str)]
         encoded = iter(await asyncio.to_thread(self._tokenizer.encode_batch, texts))
         ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
+        if call.truncates:  # the last token ends the text
+            ids = [t if len(t) <= self.max_tokens else [*t[: self.max_tokens - 1], t[-1]] for t in ids]
         for i, tokens in enumerate(ids):
             if len(tokens) > self.max_tokens:
                 raise ContextLengthExceeded(

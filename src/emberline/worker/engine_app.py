@@ -34,6 +34,7 @@ from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.cluster_handler import ClusterHandler
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
+from emberline.worker.ollama_handler import OllamaHandler
 from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
 from emberline.worker.rank_metrics import build_expert_metrics, build_rank_metrics
@@ -69,6 +70,7 @@ class EngineApp:
         self.incarnation = uuid.uuid4().hex
         self._handler = GenerationHandler(catalog, responses, ResumableStreams(self.incarnation, time.monotonic))
         self._embeddings = embedding_model
+        self._ollama = OllamaHandler(catalog, embedding_model, self._handler, self._read_body, self._make_context)
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
@@ -77,6 +79,7 @@ class EngineApp:
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
         routes = {
             **{path: HTTPRoute(traced(self._generate)) for path in PROTOCOLS},
+            **self._ollama.routes(traced),
             "/v1/messages/count_tokens": HTTPRoute(self._count_tokens),
             "/v1/embeddings": HTTPRoute(traced(self._create_embeddings)),
             "/v1/models": HTTPRoute(self._list_models, "GET"),
@@ -123,7 +126,7 @@ class EngineApp:
             exchange,
             exchange.path,
             await self._read_body(exchange),
-            RequestContext.from_exchange(exchange, bool(self._config.api_keys)),
+            self._make_context(exchange),
         )
 
     # -- the rest of the API ------------------------------------------------------------------------------------------
@@ -266,7 +269,10 @@ class EngineApp:
         )
 
     def _tenant_of(self, exchange: Exchange) -> str:
-        return RequestContext.from_exchange(exchange, bool(self._config.api_keys)).tenant
+        return self._make_context(exchange).tenant
+
+    def _make_context(self, exchange: Exchange) -> RequestContext:
+        return RequestContext.from_exchange(exchange, bool(self._config.api_keys))
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         return await exchange.read_body(self._config.max_body)

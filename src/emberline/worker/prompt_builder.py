@@ -46,6 +46,15 @@ class PromptBuilder:
         # Empty if no marker ends the reasoning.
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
 
+    @property
+    def template_text(self) -> str:
+        """The source of the chat template; "" if the model has none."""
+        return next(iter(self._template.sources.values()), "") if self._template is not None else ""
+
+    @property
+    def can_reason(self) -> bool:
+        return self._reasoning is not None
+
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
         """Call `render` and return the prompt's text. A long prompt is rendered in a thread.
 
