@@ -39,9 +39,7 @@ class EmbeddingModel:
         if call.dimensions is not None and not 1 <= call.dimensions <= self.dim:
             what = f"dimensions is {call.dimensions}; it must be in [1, {self.dim}]"
             raise InvalidRequest(what, param="dimensions")
-        texts = [text for text in call.inputs if isinstance(text, str)]
-        encoded = iter(await asyncio.to_thread(self._tokenizer.encode_batch, texts))
-        ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
+        ids = await asyncio.to_thread(self._tokenizer.encode_batch, list(call.inputs))
         if call.truncates:  # the last token ends the text
             ids = [t if len(t) <= self.max_tokens else [*t[: self.max_tokens - 1], t[-1]] for t in ids]
         for i, tokens in enumerate(ids):
