@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
     parser.add_argument(
         "model",
         nargs="?",
-        help=f"Model: smollm2, hf:org/name[:Q4_K_M], a directory or a .gguf file. (default: {DEFAULT_MODEL})",
+        help="Model: smollm2, a short name such as qwen3-0.6b (emberline list --all), hf:org/name[:Q4_K_M], a directory"
+        f" or a .gguf file. (default: {DEFAULT_MODEL})",
     )
     parser.add_argument(
         "--models",
