@@ -13,11 +13,11 @@ from emberline.core.errors import EmberlineError, ModelError
 from emberline.hub.cached_models import (
     ModelInUse,
     ModelNotInCache,
-    hold_model,
     list_cached_models,
     remove_model,
 )
 from emberline.hub.huggingface import download_snapshot
+from emberline.hub.model_lock import hold_model
 from emberline.hub.pull import KNOWN_MODELS, checkpoint_path, gguf_path
 
 SAFETENSORS = {"config.json": b"{}", "model.safetensors": b"x" * 100, "tokenizer.json": b"{}"}

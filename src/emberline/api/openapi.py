@@ -11,6 +11,7 @@ import msgspec
 
 from emberline.api import replies
 from emberline.api.anthropic.request import CountTokensRequest, MessagesRequest
+from emberline.api.model_management import ModelRequest, UnloadRequest
 from emberline.api.ollama import replies as ollama_replies
 from emberline.api.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from emberline.api.ollama.models import OllamaShowRequest
@@ -29,7 +30,7 @@ EVENT_STREAM = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    method: Literal["get", "post"]
+    method: Literal["get", "post", "delete"]
     path: str
     summary: str
     request: type | None = None
@@ -38,6 +39,7 @@ class ApiEndpoint:
     stream_type: str = ""  # content type of the streamed reply; "": the reply is never a stream
     error: type = replies.OpenAIError
     needs_key: bool = True
+    needs_admin_key: bool = False
     may_be_unavailable: bool = False  # 503 is a regular reply of this endpoint
 
 
@@ -52,6 +54,18 @@ def _ollama_endpoint(
 ) -> ApiEndpoint:
     title = f"{summary} (Ollama's protocol)"
     return ApiEndpoint(method, path, title, request, reply, stream_type=stream_type, error=ollama_replies.OllamaError)
+
+
+def _admin_endpoint(
+    method: Literal["post", "delete"],
+    path: str,
+    summary: str,
+    request: type = ModelRequest,
+    *,
+    stream_type: str = "",
+    error: type = replies.OpenAIError,
+) -> ApiEndpoint:
+    return ApiEndpoint(method, path, summary, request, stream_type=stream_type, error=error, needs_admin_key=True)
 
 
 ENDPOINTS = (
@@ -131,6 +145,24 @@ ENDPOINTS = (
         error=ollama_replies.OllamaError,
         needs_key=False,
     ),
+    ApiEndpoint("get", "/admin/models", "List the served models and those in the cache", needs_admin_key=True),
+    _admin_endpoint("post", "/admin/models/pull", "Download a model", stream_type=STREAM_MEDIA_TYPE),
+    _admin_endpoint("post", "/admin/models/load", "Download and serve a model", stream_type=STREAM_MEDIA_TYPE),
+    _admin_endpoint("post", "/admin/models/unload", "Stop serving a model", UnloadRequest),
+    _admin_endpoint("post", "/admin/models/remove", "Delete a model from the cache"),
+    _admin_endpoint(
+        "post",
+        "/api/pull",
+        "Download and serve a model (Ollama's protocol)",
+        stream_type=STREAM_MEDIA_TYPE,
+        error=ollama_replies.OllamaError,
+    ),
+    _admin_endpoint(
+        "delete",
+        "/api/delete",
+        "Unload and delete a model (Ollama's protocol)",
+        error=ollama_replies.OllamaError,
+    ),
     ApiEndpoint("post", "/tokenize", "Convert text or messages to tokens", TokenizeRequest, replies.TokenizeReply),
     ApiEndpoint("post", "/detokenize", "Convert tokens to text", DetokenizeRequest, replies.DetokenizeReply),
     ApiEndpoint("get", "/health", "The same as /health/ready", needs_key=False, may_be_unavailable=True),
@@ -147,6 +179,12 @@ ENDPOINTS = (
 )
 
 _REQUEST_ERRORS = {400: "A field is invalid; `param` names it", 404: "Model not found", 413: "The body is too large"}
+_ADMIN_ERRORS = {
+    403: "The server has no admin key, or the request comes from a web page of another site",
+    409: "The model is in use",
+    502: "The download failed",
+    507: "The machine has not enough memory",
+}
 _SERVER_ERRORS = {
     401: "The API key is missing or wrong",
     429: "The queue is full; retry after the time in the Retry-After header",
@@ -228,7 +266,11 @@ def _render_responses(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Js
         responses["503"] = {"description": "Not ready; the body has the reason", "content": {endpoint.content_type: {}}}
     if not endpoint.needs_key:
         return responses
-    errors = _SERVER_ERRORS | (_REQUEST_ERRORS if endpoint.request is not None else {404: _REQUEST_ERRORS[404]})
+    errors = (
+        _SERVER_ERRORS
+        | (_ADMIN_ERRORS if endpoint.needs_admin_key else {})
+        | (_REQUEST_ERRORS if endpoint.request is not None else {404: _REQUEST_ERRORS[404]})
+    )
     for status, description in sorted(errors.items()):
         content = {"application/json": {"schema": schema_refs[endpoint.error]}}
         responses[str(status)] = {"description": description, "content": content}

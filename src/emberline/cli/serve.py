@@ -17,7 +17,7 @@ from emberline.cli.settings_file import add_settings_file_option
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import add_key_from_environment, read_cluster_keys
+from emberline.core.keys import ADMIN_KEY_VARIABLE, add_key_from_environment, read_cluster_keys
 
 PROC = Path("/proc")
 
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     given, cluster_keys = explicit_options(args, ServerConfig), read_cluster_keys(args.cluster_key)
     server = given | {
         "api_keys": add_key_from_environment(given.get("api_keys", ())),
+        "admin_keys": add_key_from_environment(given.get("admin_keys", ()), ADMIN_KEY_VARIABLE),
         "models": _parse_models(args.model, args.models, args.served_name),
         "cluster_key": cluster_keys[0] if cluster_keys else None,
         "other_cluster_keys": cluster_keys[1:],

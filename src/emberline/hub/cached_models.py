@@ -1,18 +1,15 @@
 """The models in the cache: lists them, and removes one that no process uses.
 
-A process that serves a model holds a shared lock on its directory (`hold_model`). Only models in the cache can be
+A process that serves a model holds a lock on its directory (`hub/model_lock.py`). Only models in the cache can be
 removed, by the name with which they were pulled. Directories and files of the user are never touched.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from emberline.core.jsonfile import read_object_if_exists
 from emberline.hub.catalogue import find_source
 from emberline.hub.gguf_names import choose_gguf_files, group_gguf_files
 from emberline.hub.gguf_tensors import INDEX_FILE
+from emberline.hub.model_lock import locked_for_removal
 from emberline.hub.pull import KNOWN_MODELS, checkpoint_path, gguf_path
 from emberline.hub.source import ALIASES, parse_repository
 
@@ -36,6 +34,7 @@ class ModelNotInCache(ModelError):
 class ModelInUse(ModelError):
     status = 409
     code = "model_in_use"
+    default_hint = "unload it, or stop the server that serves it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +43,6 @@ class CachedModel:
     num_bytes: int  # on disk
     changed_at: float  # Unix time
     paths: tuple[Path, ...]  # files and folders that are deleted with the model
-
-
-# -- models in use ----------------------------------------------------------------------------------------------------
-
-
-def hold_model(directory: Path) -> ExitStack:
-    """Mark the model in this directory as used, until the result is closed or the process ends."""
-    held = ExitStack()
-    with contextlib.suppress(OSError):  # such as a file system without locks
-        held.enter_context(_locked_folder(directory, fcntl.LOCK_SH))
-    return held
-
-
-@contextmanager
-def _locked_folder(directory: Path, kind: int) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # -- listing ----------------------------------------------------------------------------------------------------------
@@ -127,10 +105,9 @@ def remove_model(name: str, cache: Path) -> CachedModel:
     with ExitStack() as locks:
         for folder in (*indexes, *_list_served_folders(model)):
             try:
-                locks.enter_context(_locked_folder(folder, fcntl.LOCK_EX))
+                locks.enter_context(locked_for_removal(folder))
             except BlockingIOError:
-                hint = "stop the server that serves it, or unload it there"
-                raise ModelInUse(f"model {name} is in use by a server", param="model", hint=hint) from None
+                raise ModelInUse(f"model {name} is in use by a server", param="model") from None
         for path in (*model.paths, *indexes):
             _delete(path)
     _delete_empty_repository(model, cache)

@@ -138,11 +138,11 @@ class _HubRepository:
                 self._counts_bytes = str(kwargs.get("desc", "")).startswith("Reconstructing")
                 self._num_bytes = 0
 
-            def update(self, n: float | None = 1) -> bool | None:
+            def update(self, n: float | None = 1) -> bool:
                 if self._counts_bytes and not isinstance(shown, bool):
                     self._num_bytes += int(n or 0)
                     shown(self._num_bytes, int(self.total or 0))
-                return super().update(n)
+                return bool(super().update(n))
 
         return Path(
             snapshot_download(

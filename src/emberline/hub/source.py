@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from emberline.core.config import cache_dir
-from emberline.core.errors import ModelError
+from emberline.core.errors import InvalidRequest, ModelError
 from emberline.hub.catalogue import find_source, suggest_names
 from emberline.hub.gguf_names import CONVERSION_VERSION, LABEL_PATTERN, choose_gguf_files
 from emberline.hub.progress import ShowProgress
@@ -57,6 +57,26 @@ def resolve_model(
     except OSError as e:
         hint = f"models are stored in {cache}; set EMBERLINE_CACHE to use another directory"
         raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
+
+
+def find_remote_source(name: str) -> str:
+    """Return the source of a model that can be downloaded: a built-in name, or hf: with a repository.
+
+    Raises InvalidRequest for other names, such as paths. The result names the same model as `name`, and is equal for
+    all names of it.
+    """
+    plain = name.removesuffix(":latest")
+    if plain in ALIASES:
+        return plain
+    source = find_source(name) or name
+    if not source.startswith("hf:"):
+        raise InvalidRequest(f"no model {name[:200]!r} can be downloaded", param="model", hint=_suggest_models(name))
+    try:
+        _check_name(source)
+        parse_repository(source[3:].partition("@")[0], source[3:])
+    except ModelError as error:
+        raise InvalidRequest(error.message, param="model", hint=error.hint) from error
+    return source
 
 
 def _resolve_by_kind(

@@ -29,7 +29,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class HTTPRoute:
     handler: Handler
     method: str = "POST"  # "": the handler checks the method itself
-    required_key: str = "key"  # "key": an API key; "operator": an API key or the cluster key; "cluster"; "nothing"
+    required_key: str = "key"  # of AccessPolicy.check
     requires_json: bool = True  # else the content-type matters only in requests from web pages
 
 
@@ -91,12 +91,12 @@ class RouteTable:
 
 async def reply_error(exchange: Exchange, error: Exception) -> None:
     """Send an error reply in the format of the request's API protocol."""
-    reply = _select_error_renderer(exchange.protocol_path)(error)
+    reply = select_error_renderer(exchange.protocol_path)(error)
     allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
     await exchange.reply_json(reply.body, reply.status, {**reply.headers, **allow})
 
 
-def _select_error_renderer(path: str) -> Callable[[Exception], ErrorReply]:
+def select_error_renderer(path: str) -> Callable[[Exception], ErrorReply]:
     if path.startswith("/v1/messages"):
         return render_anthropic_error
     return render_ollama_error if path.startswith("/api/") else render_openai_error

@@ -58,14 +58,15 @@ class TokenizerAndTemplate:
 
 def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedResources:
     protocols.warm_up_protocols()
-    models = {
-        name: TokenizerAndTemplate(directory, Tokenizer.load(directory), _load_template(directory, config))
-        for name, directory in directories.items()
-    }
+    models = {name: load_tokenizer_and_template(directory, config) for name, directory in directories.items()}
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
     build_document(__version__)  # takes 50 ms; EngineApp uses it later
     return PreloadedResources(models, _load_embedding_model(config.embedder), load_pages())
+
+
+def load_tokenizer_and_template(directory: Path, config: ServerConfig) -> TokenizerAndTemplate:
+    return TokenizerAndTemplate(directory, Tokenizer.load(directory), _load_template(directory, config))
 
 
 def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
@@ -106,7 +107,7 @@ def assemble_server(
     tls: TLSIdentity | None,
 ) -> AssembledServer:
     catalog = ModelCatalog(
-        _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
+        assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
     )
     store = _open_response_store(config)
     app = EngineApp(config, engine, catalog, preloaded.embedding_model, preloaded.pages, tracing, store, tls)
@@ -125,7 +126,7 @@ def _open_response_store(config: ServerConfig) -> ResponseStore | None:
     return ResponseStore(path, config.response_store_size)
 
 
-def _assemble_model(
+def assemble_model(
     config: ServerConfig,
     name: str,
     tokenizer_and_template: TokenizerAndTemplate,

@@ -51,5 +51,12 @@ class ModelCatalog:
             )
         return next(iter(self))
 
+    def add(self, model: LoadedModel) -> None:
+        assert model.name not in self._models
+        self._models = {**self._models, model.name: model}
+
+    def remove(self, name: str) -> None:
+        self._models = {other: model for other, model in self._models.items() if other != name}
+
     def _models_hint(self) -> str:
         return f"models of this server: {', '.join(map(repr, self._models))}"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -70,7 +70,7 @@ class EngineApp:
         self.incarnation = uuid.uuid4().hex
         self._handler = GenerationHandler(catalog, responses, ResumableStreams(self.incarnation, time.monotonic))
         self._embeddings = embedding_model
-        self._ollama = OllamaHandler(catalog, embedding_model, self._handler, self._read_body, self._make_context)
+        self._ollama = OllamaHandler(catalog, embedding_model, self._handler, self.read_body, self._make_context)
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
@@ -103,7 +103,8 @@ class EngineApp:
             routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
         cluster_keys = config.cluster_keys if config.worker is not None else ()
         hint = "/openapi.json lists the endpoints"
-        access = AccessPolicy(config.api_keys, cluster_keys, config.closed, config.tls if config.worker else None)
+        tls_config = config.tls if config.worker else None
+        access = AccessPolicy(config.api_keys, cluster_keys, config.closed, config.admin_keys, tls_config)
         self._site = RouteTable(routes, HTTPRoute(self._describe_model, "GET"), pages, access, hint)
         self._site.prefix_routes[RESPONSES] = HTTPRoute(responses.handle, method="")
 
@@ -121,11 +122,14 @@ class EngineApp:
             facts = (exchange.method, exchange.path, status, seconds, note)
             log.log(level, "Request: method=%s path=%s status=%s seconds=%.3f %s", *facts)
 
+    def add_routes(self, routes: Mapping[str, HTTPRoute]) -> None:
+        self._site.routes.update(routes)
+
     async def _generate(self, exchange: Exchange) -> None:
         await self._handler.handle(
             exchange,
             exchange.path,
-            await self._read_body(exchange),
+            await self.read_body(exchange),
             self._make_context(exchange),
         )
 
@@ -193,7 +197,9 @@ class EngineApp:
     async def _report_ready(self, exchange: Exchange) -> None:
         ready = self._engine.state is EngineState.READY
         models = (
-            {m.name: "awake" if self._engine.is_awake(m.name) else "asleep" for m in self._catalog} if ready else {}
+            {m.name: "awake" if m.generator.engine.is_awake(m.name) else "asleep" for m in self._catalog}
+            if ready
+            else {}
         )
         status = "ready" if ready else self._engine.state.value
         body = {"status": status, "engine_restarts": self._engine.restarts, "models": models}
@@ -218,7 +224,8 @@ class EngineApp:
 
     async def _report_stats(self, exchange: Exchange) -> None:
         """Reply with the engine's statistics, added up over all models."""
-        engine, s = self._engine, Stats.total(self._engine.stats.values())
+        engine = self._engine
+        s = Stats.total(model.generator.engine.stats[model.name] for model in self._catalog)
         await exchange.reply_json(
             {
                 "model": ", ".join(model.name for model in self._catalog),
@@ -240,7 +247,8 @@ class EngineApp:
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:
-        engine, info = self._engine, self._engine.model_info[model.name]
+        engine = model.generator.engine
+        info = engine.model_info[model.name]
         model.metrics.record_engine_start(info.seconds, info.weight_bytes, info.kv_bytes)
         yield from model.metrics.families(
             engine.stats[model.name],
@@ -261,7 +269,7 @@ class EngineApp:
 
     async def _parse_body(self, parse: Callable[[bytes], T], exchange: Exchange) -> T:
         """Return the parsed body of the request. A large body is parsed in a child process."""
-        body = await self._read_body(exchange)
+        body = await self.read_body(exchange)
         return (
             parse(body)
             if len(body) < LARGE_INPUT_BYTES
@@ -274,7 +282,7 @@ class EngineApp:
     def _make_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext.from_exchange(exchange, bool(self._config.api_keys))
 
-    async def _read_body(self, exchange: Exchange) -> bytes:
+    async def read_body(self, exchange: Exchange) -> bytes:
         return await exchange.read_body(self._config.max_body)
 
     @property
