@@ -155,7 +155,8 @@ def test_unset_options_have_the_defaults_of_ollama() -> None:
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.8, 40, 0.9, None)
     assert parse(options={"num_predict": -1}).params.max_tokens is None
     assert parse(options={"top_p": 0}).params.greedy
-    assert parse(options={"repeat_penalty": 0, "seed": -1}).params.repetition_penalty == 1.0
+    for penalty in (0, -0.5):  # an OpenAI frequency_penalty that a client has renamed
+        assert parse(options={"repeat_penalty": penalty, "seed": -1}).params.repetition_penalty == 1.0
     unset = parse(options={"top_k": 5, "num_predict": 9, "repeat_penalty": 1.0}).unset_params
     assert unset == {"temperature", "top_p", "min_p"}
 
@@ -176,6 +177,13 @@ def test_tool_results_find_their_calls_without_ids() -> None:
     unknown_id = {"role": "tool", "tool_call_id": "call_of_another_api", "content": "1"}
     messages = parse(messages=[USER, {"role": "assistant", "tool_calls": calls[:1]}, unknown_id]).messages
     assert messages[-1]["name"] == "a"
+
+
+def test_arguments_may_be_json_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": '{"x": 1}'}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    messages = parse(messages=[USER, {"role": "assistant", "tool_calls": [call]}, result]).messages
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
 def test_last_assistant_message_is_continued() -> None:

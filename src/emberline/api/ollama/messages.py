@@ -10,7 +10,7 @@ from emberline.api.call import Tool
 from emberline.api.fields import IgnoredField
 from emberline.api.openai.messages import FunctionName
 from emberline.api.openai.tools import MAX_TOOLS, Function, FunctionTool, select_tools
-from emberline.api.parse import WireStruct
+from emberline.api.parse import WireStruct, decode_json_object
 from emberline.api.transcript import Role, Transcript
 from emberline.core.errors import InvalidRequest
 
@@ -27,7 +27,7 @@ ROLES: dict[str, Role] = {
 
 class OllamaCalledFunction(WireStruct):
     name: FunctionName
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, Any] | str | None = None  # text: of clients that send OpenAI's form
     index: int | None = None  # without effect: calls stay in their order
     description: str | None = None
 
@@ -90,9 +90,15 @@ def convert_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
         if message.content or not message.tool_calls:
             transcript.add_text(role, message.content or "")
         for call in message.tool_calls or ():
-            call_id = open_calls.add(call)
-            transcript.add_tool_call(call_id, call.function.name, call.function.arguments or {})
+            transcript.add_tool_call(open_calls.add(call), call.function.name, _read_arguments(call, param))
     return transcript.to_messages(param="messages")
+
+
+def _read_arguments(call: OllamaToolCall, param: str) -> dict[str, Any]:
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        return decode_json_object(arguments, f"{param}.tool_calls.function.arguments")
+    return arguments
 
 
 class _OpenCalls:

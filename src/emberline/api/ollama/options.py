@@ -33,7 +33,8 @@ class Options(WireStruct):
     seed: Integer | None = None  # below 0: random
     num_predict: Integer | None = None  # 0 or less: no limit
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None  # 0: off
+    # 0 or less: off. LiteLLM and Open WebUI send OpenAI's frequency_penalty here, whose neutral value is 0.
+    repeat_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     # without effect
@@ -80,7 +81,7 @@ class Options(WireStruct):
             top_k=min(max(top_k, 0), MAX_INTEGER),
             top_p=self.top_p or (DEFAULT_TOP_P if self.top_p is None else 1.0),
             min_p=self.min_p or 0.0,
-            repetition_penalty=self.repeat_penalty or 1.0,
+            repetition_penalty=self.repeat_penalty if (self.repeat_penalty or 0) > 0 else 1.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             seed=None if self.seed is None or self.seed < 0 else int(self.seed),
