@@ -231,6 +231,51 @@ def test_unsupported_fields_that_are_empty_are_accepted() -> None:
     assert parse_generate(json.dumps(body).encode()).messages == [{"role": "user", "content": "x"}]
 
 
+WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": WEATHER_SCHEMA}}
+CALLED = [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]
+# Requests as clients send them: /api/chat with a tool and its result.
+RECORDED: dict[str, dict[str, Any]] = {
+    "ollama 0.6.3": {
+        "stream": False, "options": {"num_ctx": 2048, "temperature": 0.1, "stop": ["x"]}, "keep_alive": "5m",
+        "messages": [
+            USER, {"role": "assistant", "tool_calls": CALLED},
+            {"role": "tool", "content": "sunny", "tool_name": "weather"},
+        ],
+        "tools": [WEATHER], "think": "low",
+    },
+    "litellm 1.106.2": {  # without a content-type
+        "messages": [
+            {**USER, "images": []}, {"role": "assistant", "content": "", "images": [], "tool_calls": CALLED},
+            {"role": "tool", "content": "sunny", "images": [], "tool_call_id": "call_x"},
+        ],
+        "options": {"temperature": 0, "num_predict": 5, "repeat_penalty": 0}, "stream": False,
+        "tools": [WEATHER], "think": True,
+    },
+    "langchain-ollama 1.1.0": {
+        "stream": True, "options": {"num_predict": 400, "temperature": 0.0},
+        "messages": [USER, {"role": "assistant", "tool_calls": CALLED}, {"role": "tool", "content": "sunny"}],
+        "tools": [WEATHER], "think": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", RECORDED)
+def test_recorded_requests_are_answered(client: str) -> None:
+    worker = make_worker(CALL)
+    content_type = "" if client.startswith("litellm") else "application/json"
+    request = RECORDED[client]
+    body = json.dumps({"model": "m", **request}).encode()
+    answer = worker.post("/api/chat", body, content_type=content_type)
+    assert answer.status == 200
+    lines = [json.loads(line) for line in answer.body.splitlines()]
+    assert lines[-1]["done"] is True and (len(lines) > 1) is request["stream"]
+    limit = request["options"].get("num_predict")
+    assert worker.engine.submissions[0].params.max_tokens == limit
+    calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
+    assert len(calls) == (0 if limit == 5 else 1)  # five tokens cut the call off
+
+
 # -- models ---------------------------------------------------------------------------------------------------------
 
 
