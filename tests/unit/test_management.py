@@ -106,7 +106,7 @@ class Managed:
         )
         config = replace(self.worker.app._config, api_keys=("api",), admin_keys=("admin",))
         app = EngineApp(config, self.worker.app.engine, self.worker.catalog, None, {})
-        app.add_routes(ManagementHandler(self.manager, app.read_body).routes())
+        app.add_routes(ManagementHandler(self.manager).routes())
         self.worker.app = app
 
     @property

@@ -70,7 +70,9 @@ class EngineApp:
         self.incarnation = uuid.uuid4().hex
         self._handler = GenerationHandler(catalog, responses, ResumableStreams(self.incarnation, time.monotonic))
         self._embeddings = embedding_model
-        self._ollama = OllamaHandler(catalog, embedding_model, self._handler, self.read_body, self._make_context)
+        self._ollama = OllamaHandler(
+            catalog, embedding_model, self._handler, self._parse_body, self._read_body, self._make_context
+        )
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
@@ -129,7 +131,7 @@ class EngineApp:
         await self._handler.handle(
             exchange,
             exchange.path,
-            await self.read_body(exchange),
+            await self._read_body(exchange),
             self._make_context(exchange),
         )
 
@@ -269,7 +271,7 @@ class EngineApp:
 
     async def _parse_body(self, parse: Callable[[bytes], T], exchange: Exchange) -> T:
         """Return the parsed body of the request. A large body is parsed in a child process."""
-        body = await self.read_body(exchange)
+        body = await self._read_body(exchange)
         return (
             parse(body)
             if len(body) < LARGE_INPUT_BYTES
@@ -282,7 +284,7 @@ class EngineApp:
     def _make_context(self, exchange: Exchange) -> RequestContext:
         return RequestContext.from_exchange(exchange, bool(self._config.api_keys))
 
-    async def read_body(self, exchange: Exchange) -> bytes:
+    async def _read_body(self, exchange: Exchange) -> bytes:
         return await exchange.read_body(self._config.max_body)
 
     @property

@@ -27,5 +27,5 @@ def open_management(config: ServerConfig, engine_config: EngineConfig, server: A
         cache_dir(),
         can_load=config.worker is None,
     )
-    server.app.add_routes(ManagementHandler(manager, server.app.read_body).routes())
+    server.app.add_routes(ManagementHandler(manager).routes())
     return manager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -18,15 +18,15 @@ from emberline.worker.model_manager import ModelManager
 
 log = logging.getLogger("emberline.server")
 
+MAX_BODY_BYTES = 1 << 16
 OLLAMA_UNLOAD_TIMEOUT_S = 60.0  # for open requests of a model that /api/delete removes
 
 ProgressLines = AsyncGenerator[dict[str, Any], None]
 
 
 class ManagementHandler:
-    def __init__(self, manager: ModelManager, read_body: Callable[[Exchange], Awaitable[bytes]]) -> None:
+    def __init__(self, manager: ModelManager) -> None:
         self._manager = manager
-        self._read_body = read_body
 
     def routes(self) -> dict[str, HTTPRoute]:
         def admin(handler: Handler, method: str = "POST", *, requires_json: bool = True) -> HTTPRoute:
@@ -53,22 +53,22 @@ class ManagementHandler:
         await self._send_progress(exchange, self._manager.load)
 
     async def _unload(self, exchange: Exchange) -> None:
-        request = parse_unload_request(await self._read_body(exchange))
+        request = parse_unload_request(await exchange.read_body(MAX_BODY_BYTES))
         await self._manager.unload(request.require_model(), request.timeout_s)
         await exchange.reply_json(SUCCESS)
 
     async def _remove(self, exchange: Exchange) -> None:
-        request, _ = parse_model_request(await self._read_body(exchange))
+        request, _ = parse_model_request(await exchange.read_body(MAX_BODY_BYTES))
         removed = await self._manager.remove(request.require_model())
         await exchange.reply_json({**SUCCESS, "model": removed.name, "bytes": removed.num_bytes})
 
     async def _unload_and_remove(self, exchange: Exchange) -> None:
-        request, _ = parse_model_request(await self._read_body(exchange))
+        request, _ = parse_model_request(await exchange.read_body(MAX_BODY_BYTES))
         await self._manager.remove(request.require_model(), unload_timeout_s=OLLAMA_UNLOAD_TIMEOUT_S)
         await exchange.reply_json(SUCCESS)
 
     async def _send_progress(self, exchange: Exchange, work: Callable[[str], ProgressLines]) -> None:
-        request, ignored = parse_model_request(await self._read_body(exchange))
+        request, ignored = parse_model_request(await exchange.read_body(MAX_BODY_BYTES))
         lines = work(request.require_model())
         headers = {IGNORED_FIELDS_HEADER: ", ".join(ignored)} if ignored else {}
         exchange.log_fields["model"] = request.require_model()

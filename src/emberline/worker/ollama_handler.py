@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from emberline.api.call import EmbeddingCall
 from emberline.api.fields import IGNORED_FIELDS_HEADER
@@ -23,6 +24,15 @@ from emberline.worker.request_context import RequestContext
 
 MAX_LOAD_REQUEST_BYTES = 4096  # a larger body has a prompt
 
+T = TypeVar("T")
+
+
+class ParseBody(Protocol):
+    """Reads and parses the body of a request, a large one in a child process."""
+
+    async def __call__(self, parse: Callable[[bytes], T], exchange: Exchange) -> T: ...
+
+
 ReadBody = Callable[[Exchange], Awaitable[bytes]]
 MakeContext = Callable[[Exchange], RequestContext]
 
@@ -33,12 +43,14 @@ class OllamaHandler:
         catalog: ModelCatalog,
         embedding_model: EmbeddingModel | None,
         generation: GenerationHandler,
+        parse_body: ParseBody,
         read_body: ReadBody,
         make_context: MakeContext,
     ) -> None:
         self._catalog = catalog
         self._embeddings = embedding_model
         self._generation = generation
+        self._parse_body = parse_body
         self._read_body = read_body
         self._make_context = make_context
         self._started_at = int(time.time())
@@ -74,7 +86,7 @@ class OllamaHandler:
     # -- embeddings ---------------------------------------------------------------------------------------------------
 
     async def _embed(self, exchange: Exchange) -> None:
-        call = embed.parse_embed(await self._read_body(exchange))
+        call = await self._parse_body(embed.parse_embed, exchange)
         started_at = time.monotonic_ns()
         model = self._require_embedder()
         vectors, tokens = await model.embed(call) if call.inputs else ((), 0)
@@ -84,7 +96,7 @@ class OllamaHandler:
         await exchange.reply_json(body, headers=_ignored_header(call))
 
     async def _embed_one(self, exchange: Exchange) -> None:
-        call = embed.parse_embeddings(await self._read_body(exchange))
+        call = await self._parse_body(embed.parse_embeddings, exchange)
         model = self._require_embedder()
         vectors, tokens = await model.embed(call)
         self._record_embedding(exchange, model, tokens)
@@ -108,7 +120,7 @@ class OllamaHandler:
         await exchange.reply_json(models.list_loaded_models(await self._summarize_all()))
 
     async def _show(self, exchange: Exchange) -> None:
-        name = models.parse_show(await self._read_body(exchange))
+        name = await self._parse_body(models.parse_show, exchange)
         embedder = self._embeddings
         is_embedder = embedder is not None and name.removesuffix(models.DEFAULT_TAG) == embedder.name
         served = embedder if is_embedder and embedder is not None else self._catalog[name]

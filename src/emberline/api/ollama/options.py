@@ -74,14 +74,14 @@ class Options(WireStruct):
         stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
         temperature = DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
         top_k = DEFAULT_TOP_K if self.top_k is None else int(self.top_k)
-        limit = int(self.num_predict or 0)
+        limit, penalty = int(self.num_predict or 0), self.repeat_penalty or 0.0
         return SamplingParams(
             max_tokens=min(limit, MAX_INTEGER) if limit > 0 else None,
             temperature=0.0 if self.top_p == 0 else temperature,
             top_k=min(max(top_k, 0), MAX_INTEGER),
             top_p=self.top_p or (DEFAULT_TOP_P if self.top_p is None else 1.0),
             min_p=self.min_p or 0.0,
-            repetition_penalty=self.repeat_penalty if (self.repeat_penalty or 0) > 0 else 1.0,
+            repetition_penalty=penalty if penalty > 0 else 1.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             seed=None if self.seed is None or self.seed < 0 else int(self.seed),
