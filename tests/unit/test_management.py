@@ -67,6 +67,7 @@ class FakePuller:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.pulled: list[str] = []
+        self.open_pulls = {"hf:org/other": PullReport(1, 4)}
 
     async def pull(self, source: str) -> AsyncGenerator[PullReport, None]:
         self.pulled.append(source)
@@ -136,6 +137,19 @@ def test_load_streams_progress_and_serves_the_model(managed: Managed) -> None:
     assert managed.names == ["m", SOURCE]
     whole = managed.post("/admin/models/load", {"model": SOURCE, "stream": False})
     assert whole.json == {"status": "success"} and len(managed.loader.engines) == 1
+
+
+def test_description_has_all_that_a_page_shows(managed: Managed) -> None:
+    asyncio.run(managed.load())
+    cast("Any", managed.worker.engine).num_open_submissions = 0
+    first, second = asyncio.run(managed.manager.describe())["served"]
+    assert (first["name"], first["can_unload"], first["source"]) == ("m", False, "m")
+    assert (second["name"], second["can_unload"], second["context"]) == (SOURCE, True, 9)
+    described = asyncio.run(managed.manager.describe())
+    assert described["pulling"] == [{"source": "hf:org/other", "completed": 1, "total": 4}]
+    entry = next(entry for entry in described["catalogue"] if entry["name"] == "qwen3-0.6b")
+    assert entry["licence"] == "Apache-2.0" and entry["download_bytes"] < entry["gpu_bytes"]
+    assert described["cached"] == []
 
 
 def test_wrong_key_is_refused_before_the_body_is_read(managed: Managed) -> None:

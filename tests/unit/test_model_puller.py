@@ -70,6 +70,7 @@ def test_callers_share_a_process_until_the_last_leaves(tmp_path: Path) -> None:
         first, second = puller.pull("name"), puller.pull("name")
         for caller in (first, second):
             assert (await anext(caller)).completed == 1
+        assert {source: report.total for source, report in puller.open_pulls.items()} == {"name": 9}
         (pid,) = map(int, starts.read_text().split())
         await first.aclose()
         assert is_running(pid)

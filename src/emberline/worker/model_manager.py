@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from emberline.api.model_management import SUCCESS, render_loading, render_pull_progress
 from emberline.core.errors import InvalidRequest, Overloaded
 from emberline.hub.cached_models import CachedModel, list_cached_models, remove_model
+from emberline.hub.catalogue import load_catalogue
 from emberline.hub.model_lock import hold_model
 from emberline.hub.source import find_remote_source
 from emberline.worker.catalog import LoadedModel, ModelCatalog
@@ -106,7 +107,7 @@ class ModelManager:
         return removed
 
     async def describe(self) -> dict[str, Any]:
-        """Return the served models, the models in the cache, and the open downloads."""
+        """Return the served models, those in the cache, the open downloads, and the models with a short name."""
         cached = await asyncio.to_thread(list_cached_models, self._cache)
         served = []
         for model in self._catalog:
@@ -121,7 +122,23 @@ class ModelManager:
                 }
             )
         entries = [{"name": each.name, "bytes": each.num_bytes, "changed": int(each.changed_at)} for each in cached]
-        return {"served": served, "cached": entries}
+        pulls = [
+            {"source": source, "completed": report.completed, "total": report.total}
+            for source, report in self._puller.open_pulls.items()
+        ]
+        catalogue = [
+            {
+                "name": entry.name,
+                "source": entry.source,
+                "parameters": int(entry.parameters),
+                "download_bytes": int(entry.download_gb * 1e9),
+                "gpu_bytes": int(entry.full_gb * 1e9),
+                "context": entry.context,
+                "licence": entry.licence,
+            }
+            for entry in load_catalogue().values()
+        ]
+        return {"served": served, "cached": entries, "pulling": pulls, "catalogue": catalogue}
 
     async def stop(self) -> None:
         async with AsyncExitStack() as stack:

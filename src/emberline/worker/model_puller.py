@@ -57,6 +57,11 @@ class ModelPuller:
                 if not shared.num_callers:
                     await shared.stop()
 
+    @property
+    def open_pulls(self) -> dict[str, PullReport]:
+        """The newest progress of each download that runs, by the model's source."""
+        return {source: shared.newest or PullReport() for source, shared in self._open.items()}
+
     async def pull_directory(self, source: str) -> Path:
         """Download a model if it is not in the cache, and return its directory."""
         async with contextlib.aclosing(self.pull(source)) as reports:
@@ -72,7 +77,7 @@ class _SharedPull:
     def __init__(self, source: str, command: tuple[str, ...], silence_timeout_s: float) -> None:
         self._source = source
         self.num_callers = 0
-        self._newest: PullReport | None = None
+        self.newest: PullReport | None = None
         self._error: EmberlineError | None = None
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run(source, command, silence_timeout_s))
@@ -83,16 +88,17 @@ class _SharedPull:
 
     async def wait_for_news(self, last_seen: PullReport | None) -> PullReport:
         """Return the newest report when it differs from `last_seen`. Raises the error of the download."""
-        while self._newest is None or self._newest is last_seen:
+        while self.newest is None or self.newest is last_seen:
             if self._error is not None:
                 raise self._error
             if self._task.done():
                 raise DownloadError(f"the download of {self._source} was cancelled")
             await self._changed.wait()
-        return self._newest
+        return self.newest
 
     async def stop(self) -> None:
-        self._task.cancel()
+        if not (self.newest is not None and self.newest.directory):  # else the process is ending by itself
+            self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
@@ -109,7 +115,7 @@ class _SharedPull:
     async def _follow_process(self, source: str, command: tuple[str, ...], silence_timeout_s: float) -> None:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, source, stdin=pipe, stdout=pipe)
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         try:
             while True:
                 async with asyncio.timeout(silence_timeout_s):
@@ -119,7 +125,7 @@ class _SharedPull:
                 report = msgspec.json.decode(line, type=PullReport)
                 if report.error:
                     raise PullFailed(report)
-                self._newest = report
+                self.newest = report
                 self._notify()
                 if report.directory:
                     return
@@ -132,6 +138,9 @@ class _SharedPull:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             await process.wait()
+            process.stdin.close()
+            with contextlib.suppress(OSError):
+                await process.stdin.wait_closed()
 
     def _notify(self) -> None:
         self._changed.set()
