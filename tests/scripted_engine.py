@@ -24,7 +24,6 @@ from emberline.core.params import GrammarSpec
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.async_engine import AsyncEngine, EngineState
-from emberline.engine.grammar_guard import GrammarGuard
 from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.metrics import ModelMetrics
 from emberline.tokens.template import ChatTemplate
@@ -32,6 +31,7 @@ from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
+from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.prompt_builder import PromptBuilder
 
 TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
@@ -161,14 +161,14 @@ class WorkerHarness:
         prompts = PromptBuilder(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), tool_style, 4000)
         self.metrics = ModelMetrics("m")
         style: dict[str, Any] = {"tool_style": tool_style, "reasoning": reasoning, "speculates": speculates}
-        guard = cast("GrammarGuard", self)
-        generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
-        self.catalog = ModelCatalog([LoadedModel("m", generator, guard, self.metrics, "fp")])
+        checker = cast("GrammarChecker", self)
+        generator = Generator(engine, prompts, checker, self.metrics, served_name="m", timeout=60.0, **style)
+        self.catalog = ModelCatalog([LoadedModel("m", generator, checker, self.metrics, "fp")])
         config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig(("http://router",)), **settings)
         self.app = EngineApp(config, engine, self.catalog, None, {})
 
-    def check(self, grammar: GrammarSpec, param: str = "") -> None:
-        """Accept every grammar, in place of GrammarGuard."""
+    async def check(self, grammar: GrammarSpec, param: str, tenant: str) -> None:
+        """Accept every grammar, in place of GrammarChecker."""
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
         return asyncio.run(self.post_async(path, body, **headers))

@@ -32,13 +32,13 @@ from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
 from emberline.engine.grammar import GrammarCompiler
-from emberline.engine.grammar_guard import GrammarGuard
 from emberline.server.metrics import ModelMetrics, render_exposition
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.wire.deltas import Delta, Finish, ReasoningDelta, ReplyStart, StreamStart, TextDelta, UsageUpdate
 from emberline.wire.usage import EngineUsage
 from emberline.worker.generator import Generator
+from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.request_context import RequestContext
 
@@ -123,7 +123,7 @@ class BudgetHarness:
         self.generator = Generator(
             cast("AsyncEngine", self.engine),
             self.prompts,
-            cast("GrammarGuard", self),
+            cast("GrammarChecker", self),
             self.metrics,
             served_name="m",
             tool_style=HERMES,
@@ -131,8 +131,8 @@ class BudgetHarness:
             timeout=60.0,
         )
 
-    def check(self, grammar: GrammarSpec, param: str) -> None:
-        """Record the grammar, in place of GrammarGuard."""
+    async def check(self, grammar: GrammarSpec, param: str, tenant: str) -> None:
+        """Record the grammar, in place of GrammarChecker."""
         self.checked.append(grammar)
 
     def ask(self, budget: int, **fields: Any) -> anthropic.MessagesCall:
@@ -340,6 +340,9 @@ def test_full_queue_accepts_the_second_part() -> None:
         await anext(first)
         others = [harness.deltas(12) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in others]
+        async with asyncio.timeout(60):
+            while not (len(harness.engine.submissions) == 2 and any(task.done() for task in waiting)):
+                await asyncio.sleep(0)
         deltas = [delta async for delta in first]
         assert isinstance(deltas[-1], UsageUpdate) and text(deltas) == ANSWER.strip()
         results = await asyncio.gather(*waiting, return_exceptions=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from bytelevel import tokenizer_file
 
-from emberline.core.errors import EngineFailed, EngineUnavailable
+from emberline.api.call import CommonFields, EmbeddingCall
+from emberline.core.errors import ContextLengthExceeded, EngineFailed, EngineUnavailable
 from emberline.engine.embedder import EmbedderProcess
+from emberline.worker.embedding_model import EmbeddingModel
 
 READ_REQUEST = "import sys, time; sys.stdin.buffer.read(4); "
 HALF = READ_REQUEST + "sys.stdout.buffer.write((100).to_bytes(4, 'little') + b'half')"
@@ -42,3 +46,13 @@ def test_stop_fails_waiting_calls() -> None:
         ends = [type(each.exception(20)) for each in (first, second)]
     assert ends == [EngineFailed, EngineUnavailable]
     assert them._process is not None and them._process.poll() is not None
+
+
+def test_text_that_cannot_fit_is_rejected_before_it_is_tokenized(tmp_path: Path) -> None:
+    tokenizer_file(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 4, "max_position_embeddings": 8}')
+    model = EmbeddingModel("m", tmp_path, 1)
+    model._tokenizer.encode_batch = lambda *_: pytest.fail("it was tokenized")  # type: ignore[method-assign]
+    with pytest.raises(ContextLengthExceeded, match=r"input\[1\] has 1025 characters"):
+        asyncio.run(model.embed(EmbeddingCall(CommonFields("m"), ["a", " " * 1025])))
+    model.stop()

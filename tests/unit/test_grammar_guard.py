@@ -15,7 +15,7 @@ from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 from emberline.core.errors import EngineUnavailable, InvalidRequest
 from emberline.core.params import GrammarSpec
 from emberline.engine import grammar_guard
-from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.grammar_guard import GrammarGuard, GrammarTrialProcess
 
 FINE = GrammarSpec("json_object")
 ENDLESS = GrammarSpec(
@@ -28,8 +28,9 @@ RECURSIVE = GrammarSpec(
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarGuard]:
-    guard = GrammarGuard(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), VOCAB_SIZE, [EOS])
-    guard.start()
+    process = GrammarTrialProcess(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), VOCAB_SIZE, [EOS])
+    process.start()
+    guard = GrammarGuard(process)
     yield guard
     guard.close()
 
@@ -66,7 +67,7 @@ def test_cached_verdicts_are_limited(guard: GrammarGuard, monkeypatch: pytest.Mo
 
 
 def test_child_that_cannot_start_is_a_server_error(tmp_path: Path) -> None:
-    guard = GrammarGuard(tmp_path / "missing.json", VOCAB_SIZE, [EOS])
+    guard = GrammarGuard(GrammarTrialProcess(tmp_path / "missing.json", VOCAB_SIZE, [EOS]))
     with pytest.raises(EngineUnavailable):
         guard.check(FINE)
     guard.close()
@@ -83,37 +84,37 @@ for line in sys.stdin:
 """
 
 
-def guard_with_script(tmp_path: Path, sign: signal.Signals) -> GrammarGuard:
-    guard = GrammarGuard(tmp_path, VOCAB_SIZE, [EOS])
-    guard._command = [sys.executable, "-c", KILLED_ONCE, str(tmp_path / "mark"), str(int(sign))]
-    return guard
+def process_with_script(tmp_path: Path, sign: signal.Signals) -> GrammarTrialProcess:
+    process = GrammarTrialProcess(tmp_path, VOCAB_SIZE, [EOS])
+    process._command = [sys.executable, "-c", KILLED_ONCE, str(tmp_path / "mark"), str(int(sign))]
+    return process
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_child_is_a_server_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals) -> None:
-    guard = guard_with_script(tmp_path, sign)
-    guard.start()
-    monkeypatch.setattr(grammar_guard, "REPLY_TIMEOUT_S", 20.0 if sign is signal.SIGKILL else 0.1)
+    process = process_with_script(tmp_path, sign)
+    process.start()
+    monkeypatch.setattr(grammar_guard, "TRIAL_TIMEOUT_S", 20.0 if sign is signal.SIGKILL else 0.1)
     with ThreadPoolExecutor(1) as thread:
         try:
             with pytest.raises(EngineUnavailable, match="killed"):
-                thread.submit(guard.check, FINE).result(20)
+                thread.submit(process.run, FINE).result(20)
         finally:
-            if guard._child is not None:
-                guard._child.kill()
+            if process._child is not None:
+                process._child.kill()
     monkeypatch.undo()
-    guard.check(FINE)  # the exit status
-    guard.close()
+    process.run(FINE)  # the exit status
+    process.close()
 
 
 def test_child_that_died_before_a_check_is_restarted(tmp_path: Path) -> None:
-    guard = guard_with_script(tmp_path, signal.SIGKILL)
-    guard.start()
-    child = guard._child
+    process = process_with_script(tmp_path, signal.SIGKILL)
+    process.start()
+    child = process._child
     assert child is not None
     child.kill()
     child.wait()
     child.poll = lambda: None  # type: ignore[method-assign]  # a moment ago it lived
     with pytest.raises(EngineUnavailable, match="killed"):
-        guard.check(FINE)
-    guard.close()
+        process.run(FINE)
+    process.close()

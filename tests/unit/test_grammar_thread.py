@@ -24,6 +24,7 @@ from emberline.core.events import Output
 from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
+from emberline.engine import grammar_thread
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.engine.grammar import GrammarCompiler
@@ -236,6 +237,21 @@ def test_grammar_with_dropped_future_is_skipped(compiler: Compiler) -> None:
     compiler.may.set()
     first.result(TIMEOUT_S), last.result(TIMEOUT_S)
     assert compiler.built == ["a", "c"]
+
+
+def test_grammar_that_was_slow_is_compiled_after_new_ones(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_thread, "MIN_SLOW_SECONDS", 0.0)
+    thread = GrammarThread(lambda: compiler)
+    compiler.may.set()
+    thread.compile(regex("slow")).result(TIMEOUT_S)
+    compiler._compiled.clear()
+    compiler.may.clear()
+    first = thread.compile(regex("first"))
+    later = [thread.compile(regex(text)) for text in ("slow", "new", "newer")]
+    compiler.may.set()
+    for future in (first, *later):
+        future.result(TIMEOUT_S)
+    assert compiler.built == ["slow", "first", "new", "newer", "slow"]
 
 
 def test_compile_error_does_not_affect_the_next_grammar(compiler: Compiler) -> None:

@@ -90,8 +90,9 @@ class FakeLoader:
             raise self.error
         self.engines.append(FakeEngine())
         generator: Any = SimpleNamespace(engine=self.engines[-1], prompt_builder=SimpleNamespace(max_context=9))
-        guard: Any = SimpleNamespace(close=lambda: None)
-        return replace(self.like, name=name, generator=generator, guard=guard)
+        generator.prompt_builder.close = lambda: None
+        checker: Any = SimpleNamespace(close=lambda: None)
+        return replace(self.like, name=name, generator=generator, grammar_checker=checker)
 
 
 class Managed:

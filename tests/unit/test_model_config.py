@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.errors import ModelError, ModelFileError, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.expertsconfig import ExpertsConfig
+from emberline.models.textmodel import select_text_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -220,3 +223,8 @@ def test_random_config_parses_or_raises_typed_error(changes: dict[str, Any], rop
     except ModelError:
         return
     assert c.heads % c.kv_heads == 0 and len(c.windows) == c.layers and c.max_context <= c.longest_context
+
+
+def test_model_type_that_is_a_list_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="it must be a string"):
+        select_text_model(Checkpoint(tmp_path, {"model_type": ["llama"]}, {}, {}, {}))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
+
 import pytest
 from bytelevel import build
 
@@ -30,6 +34,28 @@ def test_continued_prompt_ends_with_the_content(content: str, question: str) -> 
     before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     assert render_continued(CHATML, content, question) == before + content.rstrip()
     assert render_continued(TRIMS, content, question) == before + content.strip()
+
+
+def test_many_bad_words_are_tokenized_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(build())
+    builder = PromptBuilder(tokenizer, None, HERMES, 1000)
+    used: list[threading.Thread] = []
+    encode_batch = tokenizer.encode_batch
+
+    def record_thread(texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        used.append(threading.current_thread())
+        return encode_batch(texts, add_special)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", record_thread)
+
+    def find_words(bad_words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        call = ChatCall(CommonFields("m"), [], SamplingParams(), bad_words=bad_words)
+        return asyncio.run(builder.params_with_bad_words(call)).bad_words
+
+    assert find_words(["ab", " ab"]) == tuple(tuple(tokenizer.encode(text)) for text in ("ab", " ab"))
+    assert len(find_words(["a" * 1000 + str(i) for i in range(9)])) == 18
+    assert used[-1] is not threading.main_thread() and threading.main_thread() in used
+    builder.close()
 
 
 @pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, END_MARKER)])

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 from scripted_engine import WorkerHarness
 
+from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.worker.catalog import ModelCatalog
-from emberline.worker.sampling_defaults import load_sampling_defaults
+from emberline.worker.sampling_defaults import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_MAX_TOKENS_OF_REASONING,
+    load_sampling_defaults,
+    with_default_max_tokens,
+)
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "max_new_tokens": 7}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 MEANT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 7}
 
 
@@ -38,6 +45,35 @@ def test_generation_config_from_another_directory(tmp_path: Path) -> None:
 def test_invalid_values_are_skipped(tmp_path: Path) -> None:
     config = {"temperature": -1, "top_k": True, "top_p": "a", "min_p": None, "repetition_penalty": 1.1}
     assert load_sampling_defaults(write(tmp_path, config)) == {"repetition_penalty": 1.1}
+
+
+def test_answers_have_a_limit_unless_the_operator_turns_it_off() -> None:
+    assert with_default_max_tokens({}, None, reasons=False) == {"max_tokens": DEFAULT_MAX_TOKENS}
+    assert with_default_max_tokens({}, None, reasons=True) == {"max_tokens": DEFAULT_MAX_TOKENS_OF_REASONING}
+    assert with_default_max_tokens(MEANT, None, reasons=True) == MEANT  # the checkpoint's own limit
+    assert with_default_max_tokens(MEANT, 50, reasons=True) == {**MEANT, "max_tokens": 50}
+    assert "max_tokens" not in with_default_max_tokens(MEANT, 0, reasons=False)
+    with pytest.raises(InvalidRequest, match="default_max_tokens is -1"):
+        ServerConfig(default_max_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/v1/chat/completions", CHAT, 7),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 9}, 9),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 9}, 9),
+        ("/v1/chat/completions", {**CHAT, "n_predict": -1}, None),
+        ("/v1/responses", {"model": "m", "input": "a"}, 7),
+        ("/v1/responses", {"model": "m", "input": "a", "max_output_tokens": 20}, 20),
+        ("/v1/messages", {**CHAT, "max_tokens": 9}, 9),
+        ("/v1/completions", {"model": "m", "prompt": "a"}, 16),
+    ],
+)
+def test_default_limit_applies_where_the_request_sets_none(path: str, body: dict[str, Any], limit: int | None) -> None:
+    worker = make_worker()
+    worker.post(path, body)
+    assert worker.engine.submissions[0].params.max_tokens == limit
 
 
 def make_worker() -> WorkerHarness:

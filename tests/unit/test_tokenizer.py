@@ -8,6 +8,7 @@ import pytest
 import sample_tokenizers as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.tokens.tokenizer import Alphabet, Tokenizer
@@ -113,3 +114,14 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ModelFileError):
             Tokenizer.load(tmp_path)
+
+
+def test_panic_of_the_library_is_an_invalid_request() -> None:
+    """The pattern backtracks more often than the library allows, which then panics."""
+    inner = made.byte_level()
+    split = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer = Tokenizer(inner)
+    with pytest.raises(InvalidRequest, match=r"cannot be converted to tokens.*retry-limit") as caught:
+        tokenizer.encode("a" * 50 + "!")
+    assert caught.value.hint and tokenizer.encode("a!")

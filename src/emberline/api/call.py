@@ -32,6 +32,7 @@ class CommonFields:
     model: str  # empty: the server's only model
     priority: Priority = Priority.INTERACTIVE
     cache_salt: str = ""
+    tenant: str = ""  # of the API key; set by the server
     user: str | None = None  # written to the request log
     request_id: str | None = None  # the reply's id without the protocol's prefix; None: the server generates one
 

@@ -342,6 +342,12 @@ class ServerConfig(InferenceServiceConfig):
         "auto",
         "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with such a file.",
     )
+    default_max_tokens: int | None = option(
+        None,
+        "Maximum tokens of an answer whose request sets no limit; 0: as many as the context holds.",
+        metavar="N",
+        default_text="the checkpoint's max_new_tokens, else 4096, or 32768 if the model reasons",
+    )
     response_store: str = option(
         "auto",
         "SQLite file for stored responses (previous_response_id); auto: kept until the server ends; none: off.",
@@ -359,6 +365,9 @@ class ServerConfig(InferenceServiceConfig):
         _check_worker_tls(self)
         for key in self.admin_keys:
             check_key(key, "admin_keys")
+        if self.default_max_tokens is not None and self.default_max_tokens < 0:
+            message = f"default_max_tokens is {self.default_max_tokens}; it must be at least 0"
+            raise InvalidRequest(message, param="default_max_tokens")
         if not self.models:
             raise InvalidRequest(
                 "models is empty: there is no model to serve", param="models", hint="name one: emberline serve MODEL"

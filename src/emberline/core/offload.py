@@ -20,6 +20,8 @@ import asyncio
 import contextlib
 import os
 import pickle
+import resource
+import select
 import signal
 import struct
 import subprocess
@@ -29,13 +31,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, ParamSpec, TypeVar
 
-from emberline.core.errors import EngineUnavailable, WorkTooLarge
+from emberline.core.errors import EmberlineError, EngineUnavailable, WorkTooLarge
 
 LARGE_INPUT_BYTES = 1 << 17  # smaller inputs are processed on the event loop
 HUGE_INPUT_BYTES = 1 << 20  # larger inputs have their own child process
 MAX_CPU_SECONDS = 10.0  # CPU time of one call, so that a busy machine accepts what an idle one does
 MAX_WALL_SECONDS = 120.0  # wall time of one call including the child's start, for a child that gets no CPU time
 NICENESS = 10  # added to the server's niceness
+PIPE_BYTES = 16 << 10  # a message of this size fits into an empty pipe, so writing it never waits
 _LENGTH = struct.Struct("!Q")
 _COMMAND = (sys.executable, "-m", "emberline.core.offload")
 
@@ -43,19 +46,53 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+ExitError = Callable[[int, float], EmberlineError]  # takes the exit status and the limit of CPU seconds
+
+
+def _parsing_error(status: int, cpu_seconds: float) -> EmberlineError:
+    if status == -signal.SIGPROF:
+        return WorkTooLarge(
+            f"parsing the request took more than the limit of {cpu_seconds:g} s of CPU time",
+            hint="send a smaller request",
+        )
+    return EngineUnavailable(
+        f"the process that parses large requests ended with exit status {status}", hint="send the request again"
+    )
+
+
 class OffloadProcess:
     """One child process and the thread that waits for its results."""
 
-    def __init__(self, name: str, cpu_seconds: float = MAX_CPU_SECONDS) -> None:
-        self._cpu_seconds = cpu_seconds
+    def __init__(
+        self,
+        name: str,
+        cpu_seconds: float = MAX_CPU_SECONDS,
+        wall_seconds: float = MAX_WALL_SECONDS,
+        *,
+        niceness: int = NICENESS,
+        memory_bytes: int = 0,
+        exit_error: ExitError = _parsing_error,
+    ) -> None:
+        """`memory_bytes` limits the child's address space; 0: no limit. `exit_error` makes the error of a call that
+        ended the child."""
+        self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
+        self._command = (*_COMMAND, str(niceness), str(memory_bytes))
+        self._exit_error = exit_error
+        self._lock = threading.Lock()  # one call at a time
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload-{name}")
         self._process: subprocess.Popen[bytes] | None = None
         self.calls = 0  # number of calls so far, for tests
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        result: T = await loop.run_in_executor(self._thread, self._call, function, args, kwargs)
+        result: T = await loop.run_in_executor(self._thread, lambda: self.call(function, *args, **kwargs))
         return result
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Like `run`, but blocks: call it in a thread."""
+        with self._lock:
+            value: T = self._call(function, args, kwargs)
+            return value
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
@@ -70,15 +107,7 @@ class OffloadProcess:
         )
         reply = self._send_and_receive([call, *(each.raw() for each in buffers)])
         if reply is None:
-            status = self._wait_for_exit()
-            if status == -signal.SIGPROF:
-                raise WorkTooLarge(
-                    f"parsing the request took more than the limit of {self._cpu_seconds:g} s of CPU time",
-                    hint="send a smaller request",
-                )
-            raise EngineUnavailable(
-                f"the process that parses large requests ended with exit status {status}", hint="send the request again"
-            )
+            raise self._exit_error(self._wait_for_exit(), self._cpu_seconds)
         succeeded, value = pickle.loads(reply)
         if not succeeded:
             raise value
@@ -90,10 +119,13 @@ class OffloadProcess:
         The child is started if it is not running."""
         process = self._process
         if process is None or process.poll() is not None:
-            process = self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(MAX_WALL_SECONDS, process.kill)
-        timer.start()
+        # A timer takes a thread, whose start takes 0.1 ms, so only messages whose writing may wait have one.
+        timer = threading.Timer(self._wall_seconds, process.kill)
+        is_small = sum(len(part) for part in message) <= PIPE_BYTES
+        if not is_small:
+            timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(_LENGTH.pack(len(message)))
@@ -101,6 +133,8 @@ class OffloadProcess:
                     process.stdin.write(_LENGTH.pack(len(part)))
                     process.stdin.write(part)
                 process.stdin.flush()
+            if is_small and not _wait_until_readable(process.stdout, self._wall_seconds):
+                process.kill()
             return _read_message(process.stdout)
         finally:
             timer.cancel()
@@ -114,13 +148,16 @@ class OffloadProcess:
         return process.wait()
 
     def close(self) -> None:
-        """End the child process.
+        """End the child process. A call under way fails.
 
-        Only tests call this: a server's children end by themselves when their stdin ends."""
+        A server's children also end by themselves when their stdin ends."""
+        if (process := self._process) is not None:
+            process.kill()
         self._thread.shutdown()
-        if self._process is not None:
-            self._process.kill()
-            self._wait_for_exit()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._wait_for_exit()
 
 
 class Offload:
@@ -148,6 +185,12 @@ class Offload:
 offload = Offload()  # the one instance of this process
 
 
+def _wait_until_readable(stream: IO[bytes], seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 def _read_message(stream: IO[bytes]) -> bytes | None:
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -157,9 +200,14 @@ def _read_message(stream: IO[bytes]) -> bytes | None:
     return data if len(data) == size else None
 
 
-def serve_calls() -> None:
+def serve_calls(niceness: int, memory_bytes: int) -> None:
     """Run pickled calls from stdin until stdin ends. This is the main function of the child process."""
-    _lower_priority()
+    if niceness:
+        _lower_priority(niceness)
+    if memory_bytes:
+        with contextlib.suppress(OSError, ValueError):  # macOS rejects it
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the server is gone
     calls, replies = sys.stdin.buffer, sys.stdout.buffer
@@ -175,11 +223,11 @@ def serve_calls() -> None:
         replies.flush()
 
 
-def _lower_priority() -> None:
+def _lower_priority(niceness: int) -> None:
     """Lower this process's priority, so that event loops get a processor core first.
 
     At equal priority, on two cores with two busy child processes, event loops waited up to 60 ms for a core."""
-    os.nice(NICENESS)
+    os.nice(niceness)
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -198,4 +246,4 @@ def _run_call(pickled_call: bytes | None, *buffers: bytes | None) -> bytes:
 
 
 if __name__ == "__main__":
-    serve_calls()
+    serve_calls(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""GrammarGuard: tries a request's grammar in a child process, which may hang or crash.
+"""GrammarTrialProcess: tries a request's grammar in a child process, which may hang or crash.
 
 The library limits most of its work, but not all: some schemas intersect patterns for minutes, and some grammars
 overflow the stack, which would end the server. The trial runs with a CPU time limit, a memory limit and a smaller
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
 import resource
 import signal
@@ -19,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from emberline.core.errors import EngineUnavailable, InvalidRequest
 from emberline.core.params import GrammarSpec
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
 
 MAX_CPU_S = 1.0  # CPU time of one trial, so that a busy machine accepts what an idle one does
-REPLY_TIMEOUT_S = 60.0  # wall time of one trial including the child's start, for a child that gets no CPU time
+TRIAL_TIMEOUT_S = 20.0  # wall time of one trial, for a child that gets little CPU time
+START_TIMEOUT_S = 60.0  # wall time of the child's start
+NICENESS = 5  # added to the server's niceness, so that requests without a new grammar get a processor core first
 KILL_STATUSES = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)  # exit statuses of a child that something else ended
 STACK_BYTES = 4 << 20  # half of the usual stack of a main thread
 MEMORY_BYTES = 2 << 30  # address space
@@ -36,54 +39,106 @@ MAX_CACHED_VERDICTS = 1024
 TRIAL_STEPS = 4  # masks to compute; some grammars fail only at the second one
 
 
+class GrammarVerdict(NamedTuple):
+    """The result of a trial. `error` is None if the grammar can be used."""
+
+    error: InvalidRequest | None
+
+    def raise_error(self, param: str) -> None:
+        """Raise the error, if there is one, for the request field `param`."""
+        if self.error is not None:
+            raise InvalidRequest(self.error.message, param=param, hint=self.error.hint)
+
+
+class GrammarVerdictCache:
+    """The verdicts of the grammars that were tried or used last."""
+
+    def __init__(self) -> None:
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()  # by hash, because grammars may be large
+
+    def __len__(self) -> int:
+        return len(self._verdicts)
+
+    def find(self, grammar: GrammarSpec) -> GrammarVerdict | None:
+        key = _hash_of(grammar)
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        return self._verdicts.get(key)
+
+    def add(self, grammar: GrammarSpec, verdict: GrammarVerdict) -> None:
+        self._verdicts[_hash_of(grammar)] = verdict
+        if len(self._verdicts) > MAX_CACHED_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+
 class GrammarGuard:
-    """Checks grammars in a child process. `check` blocks for up to about MAX_CPU_S: call it in a thread."""
+    """Checks grammars in a child process, one at a time. A server uses `worker/grammar_checker.py` instead."""
+
+    def __init__(self, process: GrammarTrialProcess) -> None:
+        self._process = process
+        self._verdicts = GrammarVerdictCache()
+
+    def check(self, grammar: GrammarSpec, param: str = "response_format") -> None:
+        """Raise InvalidRequest if the grammar cannot be used, EngineUnavailable if the child cannot run."""
+        if (verdict := self._verdicts.find(grammar)) is None:
+            verdict = self._process.run(grammar)
+            self._verdicts.add(grammar, verdict)
+        verdict.raise_error(param)
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class GrammarTrialProcess:
+    """A child process that tries one grammar at a time. It is started by the first trial.
+
+    `run` blocks for up to about MAX_CPU_S of CPU time: call it in a thread."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         eos = ",".join(map(str, eos_ids))
         self._command = [sys.executable, "-m", "emberline.engine.grammar_guard", str(tokenizer), str(vocab_size), eos]
         self._child: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
+        self._is_closed = False
 
     def start(self) -> None:
-        """Start the child process now, instead of at the first check."""
+        """Start the child process now, instead of at the first trial."""
         with self._lock:
             self._ensure_running()
 
-    def check(self, grammar: GrammarSpec, param: str = "response_format") -> None:
-        """Raise InvalidRequest if the grammar cannot be used, EngineUnavailable if the child cannot run."""
-        line = json.dumps([grammar.kind, grammar.text])
-        key = hashlib.sha256(line.encode()).digest()
+    def run(self, grammar: GrammarSpec) -> GrammarVerdict:
+        """Raises EngineUnavailable if the child process cannot run, or ended without the grammar's fault."""
         with self._lock:
-            if key not in self._verdicts:
-                self._verdicts[key] = self._run_trial(grammar, line)
-                if len(self._verdicts) > MAX_CACHED_VERDICTS:
-                    self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(key)
-            error = self._verdicts[key]
-        if error is not None:
-            raise InvalidRequest(error.message, param=param, hint=error.hint)
+            reply = self._send_and_receive(self._ensure_running(), _line_of(grammar), TRIAL_TIMEOUT_S)
+            if not reply:
+                return GrammarVerdict(self._error_of_dead_child(grammar))
+        answer = json.loads(reply)
+        return GrammarVerdict(InvalidRequest(answer["message"], hint=answer["hint"]) if answer else None)
 
     def close(self) -> None:
+        """End the child process. A trial under way raises EngineUnavailable, and so do later ones."""
+        self._is_closed = True
+        if (child := self._child) is not None:
+            child.kill()
         with self._lock:
             if self._child is not None:
-                self._child.kill()
                 self._wait_for_exit()
 
     def _ensure_running(self) -> subprocess.Popen[str]:
+        if self._is_closed:
+            raise EngineUnavailable("the server is shutting down")
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            if not self._send_and_receive(self._child, ""):
+            if not self._send_and_receive(self._child, "", START_TIMEOUT_S):
                 raise EngineUnavailable(
                     f"the grammar checker process did not start: exit status {self._wait_for_exit()}"
                 )
         return self._child
 
-    def _send_and_receive(self, child: subprocess.Popen[str], line: str) -> str:
-        """Send a line to the child process and return its reply; "" if the process died."""
+    def _send_and_receive(self, child: subprocess.Popen[str], line: str, timeout_s: float) -> str:
+        """Send a line to the child process and return its reply; "" if the process died. At the timeout, kill it."""
         assert child.stdin is not None and child.stdout is not None
-        timer = threading.Timer(REPLY_TIMEOUT_S, child.kill)
+        timer = threading.Timer(timeout_s, child.kill)
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -92,13 +147,6 @@ class GrammarGuard:
             return child.stdout.readline()
         finally:
             timer.cancel()
-
-    def _run_trial(self, grammar: GrammarSpec, line: str) -> InvalidRequest | None:
-        reply = self._send_and_receive(self._ensure_running(), line)
-        if not reply:
-            return self._error_of_dead_child(grammar)
-        verdict = json.loads(reply)
-        return InvalidRequest(verdict["message"], hint=verdict["hint"]) if verdict else None
 
     def _error_of_dead_child(self, grammar: GrammarSpec) -> InvalidRequest:
         status = self._wait_for_exit()
@@ -117,6 +165,14 @@ class GrammarGuard:
         return child.wait()
 
 
+def _line_of(grammar: GrammarSpec) -> str:
+    return json.dumps([grammar.kind, grammar.text])
+
+
+def _hash_of(grammar: GrammarSpec) -> bytes:
+    return hashlib.sha256(_line_of(grammar).encode()).digest()
+
+
 def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
     """Read one grammar per line from stdin and write one result per line. An empty line is a ping.
 
@@ -124,6 +180,7 @@ def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> No
     from emberline.engine.grammar import GrammarCompiler
 
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_ids)
+    os.nice(NICENESS)
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
     for limit, amount in limits.items():
         with contextlib.suppress(OSError, ValueError):  # macOS rejects some; the CPU time limit below works there too

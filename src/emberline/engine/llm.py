@@ -30,7 +30,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.boot import boot
-from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.grammar_guard import GrammarGuard, GrammarTrialProcess
 from emberline.hub.source import resolve_model
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
@@ -66,7 +66,9 @@ class LLM:
         self.loaded = boot(EngineConfig.build(str(directory), **settings))
         self.engine = self.loaded.engine
         runner = self.engine.runner  # checks untrusted grammars; the first one starts its process
-        self._guard = GrammarGuard(directory / "tokenizer.json", runner.vocab_size, sorted(runner.eos))
+        self._guard = GrammarGuard(
+            GrammarTrialProcess(directory / "tokenizer.json", runner.vocab_size, sorted(runner.eos))
+        )
         self._count = 0
         self._closed = False
 

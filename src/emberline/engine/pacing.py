@@ -34,13 +34,13 @@ TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, sinc
 
 # Prompt bursts. The values are those with the best first tokens of an open loop of long prompts near the limit of an
 # H200, of all that kept nine of ten tokens at the speed of steps without prompts (docs/log.md).
-STREAM_TOKENS_PER_LATE_TOKEN = 10.2  # of the tokens of streams, less than a tenth is late
+STREAM_TOKENS_PER_LATE_TOKEN = 10.6  # of the tokens of streams, less than a tenth is late
 MAX_SAVED_LATE_TOKENS = 1000  # that are saved while no prompts come, for a burst of them
 ON_TIME_STEP_SECONDS = 0.016  # a step of this length delays no token noticeably
 ON_TIME_BASE_STEPS = 1.15  # nor does one of this many times the length of a step without prompts
 BURST_STEP_SECONDS = 0.055  # at most, of a step in a burst: a new prompt waits for the steps that are planned
 BURST_STEP_BASE_STEPS = 3  # of this many steps without prompts, if that is longer: each reads all weights once
-MAX_BURST_SECONDS = 0.35
+MAX_BURST_SECONDS = 0.42
 MAX_PROMPT_WAIT_SECONDS = 0.5  # a prompt that has waited this long starts a burst although streams had one just now
 
 
@@ -132,10 +132,10 @@ class StepTimeEstimate:
         self.base_seconds, self.seconds_per_token = 0.005, 25e-6  # initial guesses
 
     def prompt_tokens_within(self, streams: int, seconds: float) -> int:
-        """Return how many prompt tokens fit into a step of this length."""
+        """Return how many prompt tokens fit into a step of this length; 0 if it is too short for any."""
         tokens = (seconds - self.base_seconds) / self.seconds_per_token
         grains = (streams + int(tokens)) // TOKEN_GRAIN * TOKEN_GRAIN
-        return max(MIN_PROMPT_TOKENS, grains - streams)
+        return max(0, grains - streams)
 
     def record(self, prompt_tokens: int, seconds: float) -> None:
         if prompt_tokens == 0:
@@ -229,16 +229,19 @@ class TargetPacing:
         return False
 
     def max_prompt_tokens(self, streams: int, waited_seconds: float = 0.0) -> int | None:
-        self._streams, self._on_time_tokens = streams, self._costs.prompt_tokens_within(streams, self.target)
+        self._streams, self._on_time_tokens = streams, self._prompt_tokens_within(streams, self.target)
         if not streams:
             return None
         self._allowed_late = min(self._allowed_late + streams / TOKENS_PER_LATE_TOKEN, max(MAX_LATE_TOKENS, streams))
         is_long = waited_seconds > LONG_WAIT_TARGETS * self.target and self._allowed_late >= streams
         return (
-            max(self._on_time_tokens, self._costs.prompt_tokens_within(streams, TAIL_MARGIN * self.tail * self.target))
+            max(self._on_time_tokens, self._prompt_tokens_within(streams, TAIL_MARGIN * self.tail * self.target))
             if is_long
             else self._on_time_tokens
         )
+
+    def _prompt_tokens_within(self, streams: int, seconds: float) -> int:
+        return max(MIN_PROMPT_TOKENS, self._costs.prompt_tokens_within(streams, seconds))
 
     def record_plan(self, prompt_tokens: int) -> None:
         if self._streams and prompt_tokens > self._on_time_tokens:

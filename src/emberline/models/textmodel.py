@@ -39,7 +39,7 @@ def select_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def select_text_model(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the tensors of the language model only, named as in a checkpoint of text only."""
-    if checkpoint.config.get("model_type") not in TEXT_MODEL_TYPES:
+    if ConfigFields(checkpoint.config, "config.json").text("model_type", "") not in TEXT_MODEL_TYPES:
         return checkpoint
     tensors = {}
     for name, info in checkpoint.tensors.items():

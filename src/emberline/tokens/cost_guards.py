@@ -57,14 +57,24 @@ class CostGuardTransformer(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        # The left operand costs no more: a comparison ends with the shorter one, and `in` searches the right one.
+        # A comparison ends with the shorter operand, so the left one costs no more. But `in` may hash the left one.
+        if any(operand.op in ("in", "notin") for operand in node.ops):
+            node.expr = _wrap_in_guard(node.expr, "guard deep")
         for operand in node.ops:
             operand.expr = _wrap_in_guard(operand.expr, "guard deep")
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
-        return _wrap_in_guard(node, "guard size") if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _wrap_in_guard(node, "guard size")
+        node.arg = _wrap_in_guard(node.arg, "guard deep")  # may be hashed
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        self.generic_visit(node)
+        node.key = _wrap_in_guard(node.key, "guard deep")  # is hashed
+        return node
 
     def _charge_body(self, node: Body) -> Body:
         """Add a guard that spends budget on each pass through the body, in proportion to the body's length."""

@@ -26,17 +26,18 @@ from emberline.tokens.cost_guards import GUARDS, CostGuardTransformer, render_bu
 from emberline.tokens.render_budget import size_of
 
 MAX_INT_BITS = 256
+SORTING_FILTERS = ("sort", "dictsort")
 _STR_METHODS = """
     capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper
     join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split
     splitlines startswith strip swapcase title upper
 """
 _SHALLOW_FILTERS = """
-    abs capitalize count d default first float indent int items last length list lower map reject rejectattr replace
-    reverse select selectattr title trim upper
+    abs count d default first float int items last length list map reject rejectattr reverse select selectattr
 """
-_NESTED_FILTERS = "dictsort join max min sort string unique"
-_NESTED_TESTS = "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in"
+# These print, compare or hash what is inside their value.
+_NESTED_FILTERS = "capitalize dictsort indent join lower max min replace sort string title trim unique upper"
+_NESTED_TESTS = "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in filter test lower upper"
 ALLOWED_ATTRIBUTES: dict[type, frozenset[str]] = {
     str: frozenset(_STR_METHODS.split()),
     dict: frozenset(("items", "keys", "values", "get")),
@@ -46,7 +47,7 @@ ALLOWED_ATTRIBUTES: dict[type, frozenset[str]] = {
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
@@ -83,12 +84,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, arguments = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
         name = __obj.__name__ if isinstance(owner, str) else ""
-        render_budget_of(__context).spend_string_operation(name, owner, arguments)
+        budget = render_budget_of(__context)
+        if not isinstance(__obj, Macro):  # others may print, compare or hash their arguments
+            budget.spend_nested([owner if isinstance(owner, (list, tuple)) else None, *arguments])
+        budget.spend_string_operation(name, owner, arguments)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or (operator == "%" and isinstance(left, str)):
             raise SecurityError(f"the operator {operator} is not supported in chat templates")
+        if operator == "-" and not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+            raise TypeError("the operator - needs two numbers")
         times = 1
         if operator == "*":
             times = max([1, *(n for n in (left, right) if isinstance(n, int))])
@@ -111,12 +117,14 @@ def _spend_before_call(name: str, function: Any, includes_nested: bool) -> Calla
     @pass_context
     def spend_and_call(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget, arguments = render_budget_of(context), [*args, *kwargs.values()]
+        if includes_nested:
+            budget.spend_nested([value, *arguments], size_of(value).bit_length() if name in SORTING_FILTERS else 1)
+        elif name not in ("d", "default"):
+            budget.spend_nested(arguments)  # attribute names may be hashed
         if name == "join":  # the filter takes the list first, the separator second
             budget.spend_string_operation(name, arguments[0] if arguments else "", [value])
         else:
             budget.spend_string_operation(name, value, arguments)
-        if includes_nested:
-            budget.spend_nested([value, *arguments])
         passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         first = (passed[leading], value) if leading else (value,)
         result = function(*first, *args, **kwargs)
@@ -135,6 +143,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     render_budget_of(context).spend_nested(value)
+    if separators is not None and any(size_of(separator) > 16 for separator in separators):
+        raise SecurityError("the chat template calls tojson with separators of more than 16 characters")
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
         raise SecurityError(f"the chat template calls tojson with indent {indent!r}; it must be 0 to 16")
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

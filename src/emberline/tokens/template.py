@@ -16,7 +16,8 @@ from emberline.tokens.cost_guards import BUDGET_KEY
 from emberline.tokens.render_budget import RenderBudget
 from emberline.tokens.sandbox import TemplateSandbox
 
-MAX_SOURCE_CHARS = 256 << 10
+MAX_SOURCE_CHARS = 128 << 10  # compiling some sources takes seconds, and grows with the square of the length
+MAX_ERROR_CHARS = 1000  # of a message that the template made
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Variables that a request may not set: those that every template gets, and documents, which are not supported.
 RESERVED_NAMES = frozenset(
@@ -38,7 +39,7 @@ class ChatTemplate:
         self, sources: dict[str, str], special_tokens: dict[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """`sources` has the templates by name: `tool_use` for requests with tools, and `default`."""
-        self.sources, self._special_tokens, self._now = sources, special_tokens, now
+        self.sources, self.special_tokens, self._now = sources, special_tokens, now
         environment = TemplateSandbox()
         self._templates = {name: _compile_template(environment, source) for name, source in sources.items()}
 
@@ -74,7 +75,7 @@ class ChatTemplate:
         **extra: Any,
     ) -> str:
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             "raise_exception": _reject_messages,
             "strftime_now": lambda format_: self._now().strftime(format_),
             **extra,
@@ -102,15 +103,17 @@ def _render_template(template: Template, variables: dict[str, Any]) -> str:
         return template.render(variables)
     except SecurityError as e:
         raise ModelFileError(
-            f"the chat template did something that is not allowed: {e}",
+            f"the chat template did something that is not allowed: {_shorten(e)}",
             hint="pass another one with --chat-template FILE",
         ) from e
     except MessagesRejected as e:
         raise InvalidRequest(f"the model's chat template rejects these messages: {e}", param="messages") from e
     except (UndefinedError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
-        raise InvalidRequest(f"the model's chat template cannot render these messages: {e}", param="messages") from e
+        raise InvalidRequest(
+            f"the model's chat template cannot render these messages: {_shorten(e)}", param="messages"
+        ) from e
     except (TemplateError, RecursionError, MemoryError) as e:
-        raise ModelFileError(f"the chat template failed: {type(e).__name__}: {e}") from e
+        raise ModelFileError(f"the chat template failed: {type(e).__name__}: {_shorten(e)}") from e
 
 
 def _compile_template(environment: TemplateSandbox, source: str) -> _CompiledTemplate:
@@ -121,12 +124,16 @@ def _compile_template(environment: TemplateSandbox, source: str) -> _CompiledTem
         return _CompiledTemplate(environment.from_string(source), frozenset(names) - RESERVED_NAMES)
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as e:
         raise ModelFileError(
-            f"the chat template does not compile: {e}", hint="pass another one with --chat-template FILE"
+            f"the chat template does not compile: {_shorten(e)}", hint="pass another one with --chat-template FILE"
         ) from e
 
 
+def _shorten(error: Exception) -> str:
+    return str(error)[:MAX_ERROR_CHARS]
+
+
 def _reject_messages(message: Any = "") -> None:
-    raise MessagesRejected(str(message))
+    raise MessagesRejected(str(message)[:MAX_ERROR_CHARS])
 
 
 def _parse_sources_by_name(value: Any) -> dict[str, str]:

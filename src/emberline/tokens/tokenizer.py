@@ -64,6 +64,13 @@ class Tokenizer:
                 "the text is not valid Unicode: it contains half of a surrogate pair",
                 hint="send text that can be encoded as UTF-8",
             ) from e
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # a panic of the library, such as a pattern that backtracks too often
+            raise InvalidRequest(
+                f"the text cannot be converted to tokens: {str(e)[:200]}",
+                hint="shorten the text, or break long runs of the same character",
+            ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if self.alphabet is Alphabet.OPAQUE:

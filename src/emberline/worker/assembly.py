@@ -16,7 +16,7 @@ from emberline.core.errors import DownloadError, UnsupportedModel
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.grammar_guard import GrammarTrialProcess
 from emberline.engine.messages import LoadedModelInfo
 from emberline.hub.source import resolve_model
 from emberline.server.metrics import ModelMetrics
@@ -24,18 +24,23 @@ from emberline.server.pages import StaticPage, load_pages
 from emberline.server.tracing import RequestTracing
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
+from emberline.tokens.template_process import TemplateProcess
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker import protocols
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
+from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.output_styles import select_output_styles
 from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.response_store import ResponseStore
-from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
+from emberline.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults, with_default_max_tokens
 
 log = logging.getLogger("emberline.server")
+
+TEMPLATE_PROCESSES = 2  # of each model; one tenant uses one of them at most
+GRAMMAR_TRIAL_PROCESSES = 2  # one tenant uses one of them at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,11 @@ class TokenizerAndTemplate:
     directory: Path
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    template_processes: tuple[TemplateProcess, ...]
+
+    def close(self) -> None:
+        for process in self.template_processes:
+            process.close()
 
 
 def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedResources:
@@ -66,7 +76,11 @@ def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> 
 
 
 def load_tokenizer_and_template(directory: Path, config: ServerConfig) -> TokenizerAndTemplate:
-    return TokenizerAndTemplate(directory, Tokenizer.load(directory), _load_template(directory, config))
+    template = _load_template(directory, config)
+    processes = () if template is None else tuple(TemplateProcess(template) for _ in range(TEMPLATE_PROCESSES))
+    if processes:
+        processes[0].start()
+    return TokenizerAndTemplate(directory, Tokenizer.load(directory), template, processes)
 
 
 def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
@@ -94,7 +108,7 @@ class AssembledServer:
         if self.response_store is not None:
             self.response_store.close()
         for model in self.catalog:
-            model.guard.close()
+            model.close()
         if self.embedding_model is not None:
             self.embedding_model.stop()
 
@@ -137,7 +151,9 @@ def assemble_model(
     model_config = read_object_if_exists(tokenizer_and_template.directory / "config.json")
     styles = select_output_styles(config, name, sources, str(model_config.get("model_type", "")))
     tokenizer_file = tokenizer_and_template.directory / "tokenizer.json"
-    guard = GrammarGuard(tokenizer_file, info.vocab_size, info.eos)
+    grammar_checker = GrammarChecker(
+        [GrammarTrialProcess(tokenizer_file, info.vocab_size, info.eos) for _ in range(GRAMMAR_TRIAL_PROCESSES)]
+    )
     metrics = ModelMetrics(name)
     generator = Generator(
         engine,
@@ -147,8 +163,9 @@ def assemble_model(
             styles.tool_style,
             info.max_context,
             config.reasoning_style,
+            tokenizer_and_template.template_processes,
         ),
-        guard,
+        grammar_checker,
         metrics,
         served_name=name,
         tool_style=styles.tool_style,
@@ -164,7 +181,10 @@ def assemble_model(
     defaults = load_sampling_defaults(tokenizer_and_template.directory, config.generation_config)
     if defaults:
         log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
-    return LoadedModel(name, generator, guard, metrics, fingerprint, defaults, tokenizer_and_template.directory)
+    defaults = with_default_max_tokens(defaults, config.default_max_tokens, reasons=styles.reasoning is not None)
+    return LoadedModel(
+        name, generator, grammar_checker, metrics, fingerprint, defaults, tokenizer_and_template.directory
+    )
 
 
 def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

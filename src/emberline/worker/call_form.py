@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, EngineUnavailable
 
 Message = dict[str, Any]
 
@@ -73,6 +73,8 @@ def find_call_form(render: Callable[[list[Message]], str]) -> CallForm | None:
     for form in _FORMS:
         try:
             text = render(form.apply(_PROBE))
+        except EngineUnavailable:
+            raise
         except EmberlineError:
             continue
         is_written = all(part in text for part in ("probe_key", "probe_value"))

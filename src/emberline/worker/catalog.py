@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.engine.grammar_guard import GrammarGuard
 from emberline.server.metrics import ModelMetrics
 from emberline.worker.generator import Generator
+from emberline.worker.grammar_checker import GrammarChecker
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     name: str
     generator: Generator
-    guard: GrammarGuard
+    grammar_checker: GrammarChecker
     metrics: ModelMetrics
     fingerprint: str  # `system_fingerprint` of replies
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # values for requests that do not set them
     directory: Path = Path()  # of the checkpoint
+
+    def close(self) -> None:
+        self.grammar_checker.close()
+        self.generator.prompt_builder.close()
 
 
 class ModelCatalog:

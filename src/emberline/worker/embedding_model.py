@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
 from emberline.api.call import EmbeddingCall
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from emberline.core.fair_threads import FairThreads
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.engine.embedder import EmbedderProcess
 from emberline.tokens.tokenizer import Tokenizer
+from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
 
 class EmbeddingModel:
@@ -24,6 +25,8 @@ class EmbeddingModel:
         self.max_tokens = int(longest or config.get("max_position_embeddings", 512))
         self._tokenizer = Tokenizer.load(directory)
         self._process = EmbedderProcess(directory, threads)
+        self._tokenizer_threads = FairThreads("texts for embeddings", 2)
+        self._threads = FairThreads("embeddings", 1)  # the process handles one call at a time
 
     async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
         """Return a vector with a norm of 1 for each input, and the number of tokens of all inputs.
@@ -39,7 +42,17 @@ class EmbeddingModel:
         if call.dimensions is not None and not 1 <= call.dimensions <= self.dim:
             what = f"dimensions is {call.dimensions}; it must be in [1, {self.dim}]"
             raise InvalidRequest(what, param="dimensions")
-        ids = await asyncio.to_thread(self._tokenizer.encode_batch, list(call.inputs))
+        tenant = call.common.tenant
+        max_chars = self.max_tokens * MAX_CHARS_PER_TOKEN
+        texts = [text[:max_chars] for text in call.inputs] if call.truncates else list(call.inputs)
+        for i, text in enumerate(texts):
+            if len(text) > max_chars:
+                raise ContextLengthExceeded(
+                    f"input[{i}] has {len(text)} characters; the limit of the model is {self.max_tokens} tokens",
+                    param="input",
+                    hint="shorten the text",
+                )
+        ids = await self._tokenizer_threads.run(tenant, self._tokenizer.encode_batch, texts)
         if call.truncates:  # the last token ends the text
             ids = [t if len(t) <= self.max_tokens else [*t[: self.max_tokens - 1], t[-1]] for t in ids]
         for i, tokens in enumerate(ids):
@@ -49,12 +62,14 @@ class EmbeddingModel:
                     param="input",
                     hint="shorten the text",
                 )
-        vectors: Sequence[array[float]] = await asyncio.to_thread(self._process.embed, ids)
+        vectors: Sequence[array[float]] = await self._threads.run(tenant, self._process.embed, ids)
         if call.dimensions is not None and call.dimensions < self.dim:
             vectors = [_normalize(vector[: call.dimensions]) for vector in vectors]
         return vectors, sum(len(tokens) for tokens in ids)
 
     def stop(self) -> None:
+        self._tokenizer_threads.close()
+        self._threads.close()
         self._process.stop()
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from emberline import __version__
 from emberline.api import tokenize
 from emberline.api.anthropic import request as anthropic
+from emberline.api.call import ChatCall, EmbeddingCall
 from emberline.api.openai import embeddings, models
 from emberline.api.openapi import build_document
 from emberline.cluster.resumable_streams import RECLAIM_PATH, ResumableStreams
@@ -47,6 +48,7 @@ from emberline.worker.transfer_metrics import build_transfer_metrics as build_tr
 log = logging.getLogger("emberline.server")
 
 T = TypeVar("T")
+AnyCall = TypeVar("AnyCall", ChatCall, EmbeddingCall)
 
 STALL_TIMEOUT_S = 30.0  # without a message from the engine; then /health/progress fails
 
@@ -138,12 +140,12 @@ class EngineApp:
     # -- the rest of the API ------------------------------------------------------------------------------------------
 
     async def _count_tokens(self, exchange: Exchange) -> None:
-        call = await self._parse_body(anthropic.parse_count_tokens, exchange)
+        call = self._with_tenant(await self._parse_body(anthropic.parse_count_tokens, exchange), exchange)
         model = self._catalog.select(call.common.model or None)
         await exchange.reply_json(anthropic.render_token_count(await model.generator.count_prompt_tokens(call)))
 
     async def _create_embeddings(self, exchange: Exchange) -> None:
-        call = await self._parse_body(embeddings.parse, exchange)
+        call = self._with_tenant(await self._parse_body(embeddings.parse, exchange), exchange)
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="start the server with --embedder minilm")
         vectors, tokens = await self._embeddings.embed(call)
@@ -157,23 +159,24 @@ class EngineApp:
     async def _tokenize(self, exchange: Exchange) -> None:
         call = await self._parse_body(tokenize.parse, exchange)
         prompts = self._catalog.select(call.model or None).generator.prompt_builder
-        text, special = (
-            (call.prompt, call.add_special_tokens)
-            if isinstance(call.prompt, str)
-            else (await prompts.render_off_loop(call.prompt), call.prompt.add_special_tokens)
-        )
-        ids = await prompts.encode(text, add_special=special, param="prompt")
-        strings = await asyncio.to_thread(prompts.token_texts, ids) if call.returns_strings else []
+        tenant = self._tenant_of(exchange)
+        if isinstance(call.prompt, str):
+            text, special = call.prompt, call.add_special_tokens
+        else:
+            text = await prompts.render_off_loop(self._with_tenant(call.prompt, exchange))
+            special = call.prompt.add_special_tokens
+        ids = await prompts.encode(text, tenant, add_special=special, param="prompt")
+        strings = await prompts.run_in_thread(tenant, prompts.token_texts, ids) if call.returns_strings else []
         await exchange.reply_json(tokenize.render(call, ids, strings, prompts.max_context))
 
     async def _detokenize(self, exchange: Exchange) -> None:
         call = await self._parse_body(tokenize.parse_detokenize, exchange)
-        tokenizer = self._catalog.select(call.model or None).generator.prompt_builder.tokenizer
-        is_short = len(call.ids) < LONG_TEXT_CHARS
-        if is_short:
-            text = _detokenize_ids(tokenizer, call.ids)
+        prompts = self._catalog.select(call.model or None).generator.prompt_builder
+        if len(call.ids) < LONG_TEXT_CHARS:
+            text = _detokenize_ids(prompts.tokenizer, call.ids)
         else:
-            text = await asyncio.to_thread(_detokenize_ids, tokenizer, call.ids)
+            tenant = self._tenant_of(exchange)
+            text = await prompts.run_in_thread(tenant, _detokenize_ids, prompts.tokenizer, call.ids)
         await exchange.reply_json(tokenize.render_detokenized(call, text))
 
     async def _list_models(self, exchange: Exchange) -> None:
@@ -277,6 +280,9 @@ class EngineApp:
             if len(body) < LARGE_INPUT_BYTES
             else await offload.run(len(body), parse_with_result_limit, parse, body)
         )
+
+    def _with_tenant(self, call: AnyCall, exchange: Exchange) -> AnyCall:
+        return replace(call, common=replace(call.common, tenant=self._tenant_of(exchange)))
 
     def _tenant_of(self, exchange: Exchange) -> str:
         return self._make_context(exchange).tenant

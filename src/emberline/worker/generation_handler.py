@@ -52,7 +52,7 @@ class GenerationHandler:
         if call.params.seed is None and context.seed is not None:
             defaults["seed"] = context.seed
         salt = f"{context.tenant} {call.common.cache_salt}" if context.tenant else call.common.cache_salt
-        caller = replace(call.common, model=model.name, cache_salt=salt)
+        caller = replace(call.common, model=model.name, cache_salt=salt, tenant=context.tenant)
         return replace(call, common=caller, params=replace(call.params, **defaults)), model
 
     async def handle(self, exchange: Exchange, path: str, body: bytes, context: RequestContext) -> None:

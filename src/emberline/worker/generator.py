@@ -12,9 +12,9 @@ from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.engine.async_engine import AsyncEngine
-from emberline.engine.grammar_guard import GrammarGuard
 from emberline.server.metrics import ModelMetrics
 from emberline.worker.generation import DeltaGroup, Generation
+from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.preparation import CallPreparer
 from emberline.worker.prepared_prompt import PreparedPrompt
 from emberline.worker.prompt_builder import PromptBuilder
@@ -28,7 +28,7 @@ class Generator:
         self,
         engine: AsyncEngine,
         prompt_builder: PromptBuilder,
-        guard: GrammarGuard,
+        grammar_checker: GrammarChecker,
         metrics: ModelMetrics,
         *,
         served_name: str,
@@ -43,7 +43,7 @@ class Generator:
         self.engine = engine
         self.prompt_builder = prompt_builder
         self.served_name = served_name
-        self._preparer = CallPreparer(prompt_builder, guard, tool_style, reasoning, eos_token_ids, speculates)
+        self._preparer = CallPreparer(prompt_builder, grammar_checker, tool_style, reasoning, eos_token_ids, speculates)
         self._speculates = speculates
         self._metrics = metrics
         self._timeout = timeout
@@ -62,7 +62,10 @@ class Generator:
 
     async def count_prompt_tokens(self, call: ChatCall) -> int:
         text = await self.prompt_builder.render_off_loop(call)
-        return len(await self.prompt_builder.encode(text, add_special=call.add_special_tokens, param="messages"))
+        ids = await self.prompt_builder.encode(
+            text, call.common.tenant, add_special=call.add_special_tokens, param="messages"
+        )
+        return len(ids)
 
     async def generate(self, call: Call, context: RequestContext) -> AsyncGenerator[DeltaGroup, None]:
         """Yield the reply as groups of deltas. Closing the generator aborts the request."""

@@ -34,6 +34,7 @@ class ModelLoader:
             model = assemble_model(self._config, name, text, engine, engine.model_info[name])
         except BaseException:
             await engine.stop()
+            text.close()
             raise
         engine.on_stats = lambda _, stats: model.metrics.record_step(stats)
         return model

@@ -143,6 +143,7 @@ class ModelManager:
     async def stop(self) -> None:
         async with AsyncExitStack() as stack:
             for runtime in self._runtime_models.values():
+                self._catalog.remove(runtime.model.name)
                 stack.push_async_callback(_stop_model, runtime)
             self._runtime_models = {}
 
@@ -192,5 +193,5 @@ class ModelManager:
 
 async def _stop_model(runtime: RuntimeModel) -> None:
     await runtime.model.generator.engine.stop()
-    await asyncio.to_thread(runtime.model.guard.close)
+    await asyncio.to_thread(runtime.model.close)
     runtime.held.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from emberline.api.call import EmbeddingCall
@@ -86,7 +87,7 @@ class OllamaHandler:
     # -- embeddings ---------------------------------------------------------------------------------------------------
 
     async def _embed(self, exchange: Exchange) -> None:
-        call = await self._parse_body(embed.parse_embed, exchange)
+        call = self._with_tenant(await self._parse_body(embed.parse_embed, exchange), exchange)
         started_at = time.monotonic_ns()
         model = self._require_embedder()
         vectors, tokens = await model.embed(call) if call.inputs else ((), 0)
@@ -96,11 +97,14 @@ class OllamaHandler:
         await exchange.reply_json(body, headers=_ignored_header(call))
 
     async def _embed_one(self, exchange: Exchange) -> None:
-        call = await self._parse_body(embed.parse_embeddings, exchange)
+        call = self._with_tenant(await self._parse_body(embed.parse_embeddings, exchange), exchange)
         model = self._require_embedder()
         vectors, tokens = await model.embed(call)
         self._record_embedding(exchange, model, tokens)
         await exchange.reply_json(embed.render_embeddings(vectors), headers=_ignored_header(call))
+
+    def _with_tenant(self, call: EmbeddingCall, exchange: Exchange) -> EmbeddingCall:
+        return replace(call, common=replace(call.common, tenant=self._make_context(exchange).tenant))
 
     def _require_embedder(self) -> EmbeddingModel:
         if self._embeddings is None:

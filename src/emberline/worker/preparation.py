@@ -5,7 +5,6 @@ PromptBuilder makes the tokens. CallPreparer adds the grammar for tools and resp
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -20,7 +19,7 @@ from emberline.api.parser_choice import make_output_parser
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.params import GrammarSpec, SamplingParams
-from emberline.engine.grammar_guard import GrammarGuard
+from emberline.worker.grammar_checker import GrammarChecker
 from emberline.worker.prepared_prompt import PreparedPrompt, ReasoningBudget
 from emberline.worker.prompt_builder import PromptBuilder
 
@@ -31,7 +30,7 @@ class CallPreparer:
     def __init__(
         self,
         prompt_builder: PromptBuilder,
-        guard: GrammarGuard,
+        grammar_checker: GrammarChecker,
         tool_style: ToolStyle,
         reasoning: ReasoningStyle | None,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -39,7 +38,7 @@ class CallPreparer:
     ) -> None:
         """`uses_predictions`: whether the engine drafts tokens, and can use the predictions of requests for that."""
         self._prompt_builder = prompt_builder
-        self._grammar_guard = guard
+        self._grammar_checker = grammar_checker
         self._tool_style = tool_style
         self._reasoning = reasoning
         self._eos_token_ids = eos_token_ids
@@ -53,12 +52,12 @@ class CallPreparer:
 
     async def _prepare_chat(self, call: ChatCall, reply_id: str, created: int) -> PreparedPrompt:
         text = await self._prompt_builder.render_off_loop(call, created)
-        ids = await self._prompt_builder.encode(text, add_special=call.add_special_tokens, param="messages")
+        ids = await self._encode(text, call, "messages", add_special=call.add_special_tokens)
         ids = self._prompt_builder.truncate(ids, call)
         self._prompt_builder.check_length(ids, "messages")
         style = self._tool_style if call.tools and call.tool_choice.mode != "none" else None
         opens_reasoning = self._reasoning is not None and self._reasoning.is_opened_by(text)
-        call = replace(call, params=self._prompt_builder.params_with_bad_words(call))
+        call = replace(call, params=await self._prompt_builder.params_with_bad_words(call))
         params = await self._params_with_grammar(call, style, opens_reasoning)
 
         def make_parser(index: int) -> OutputParser | None:
@@ -86,20 +85,20 @@ class CallPreparer:
         """Return the tokens of the call's prediction, or no tokens if the engine cannot use them."""
         if not (call.prediction and self._uses_predictions):
             return ()
-        ids = await self._prompt_builder.encode(call.prediction, add_special=False, param=PREDICTION_PARAM)
+        ids = await self._encode(call.prediction, call, PREDICTION_PARAM, add_special=False)
         self._prompt_builder.check_length(ids, PREDICTION_PARAM)
         return tuple(ids)
 
     async def _prepare_completion(self, call: CompletionCall) -> list[PreparedPrompt]:
         prompt_ids = []
         for text in call.prompts:
-            ids = await self._prompt_builder.encode(text, add_special=call.add_special_tokens, param="prompt")
+            ids = await self._encode(text, call, "prompt", add_special=call.add_special_tokens)
             ids = self._prompt_builder.truncate(ids, call)
             self._prompt_builder.check_length(ids, "prompt")
             prompt_ids.append(ids)
-        params = self._prompt_builder.params_with_bad_words(call)
+        params = await self._prompt_builder.params_with_bad_words(call)
         if params.grammar is not None:
-            await asyncio.to_thread(self._grammar_guard.check, params.grammar)
+            await self._grammar_checker.check(params.grammar, "response_format", call.common.tenant)
         markers = frozenset(self._special_marker_ids(None).values()) - self._eos_token_ids
         return [
             PreparedPrompt(
@@ -115,6 +114,11 @@ class CallPreparer:
             )
             for i, ids in enumerate(prompt_ids)
         ]
+
+    async def _encode(
+        self, text: str | list[int], call: ChatCall | CompletionCall, param: str, *, add_special: bool
+    ) -> list[int]:
+        return await self._prompt_builder.encode(text, call.common.tenant, add_special=add_special, param=param)
 
     async def _params_with_grammar(
         self,
@@ -154,7 +158,7 @@ class CallPreparer:
                     grammar, self._reasoning, prompt_ends_in_reasoning, special
                 )
             )
-        await asyncio.to_thread(self._grammar_guard.check, grammar, param)
+        await self._grammar_checker.check(grammar, param, call.common.tenant)
         return replace(call.params, grammar=grammar)
 
     def _special_marker_ids(self, style: ToolStyle | None) -> dict[str, int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from emberline.api import tools
 from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool
@@ -15,16 +14,42 @@ from emberline.api.reasoning import ReasoningStyle, select_reasoning_style
 from emberline.api.template_settings import find_ignored_settings
 from emberline.api.tool_styles.style import ToolStyle
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.core.fair_threads import FairThreads, FairWorkers
 from emberline.core.params import SamplingParams
 from emberline.tokens.template import ChatTemplate
+from emberline.tokens.template_process import TemplateProcess
 from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.call_form import PROBE_TOOL, CallForm, find_call_form
 from emberline.worker.protocols import MAX_CHARS_PER_TOKEN
 
-LONG_TEXT_CHARS = 20_000  # longer texts are tokenized in a thread
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG_TEXT_CHARS = 8_000  # longer texts are tokenized in a thread; some of this length take 7 ms
 END_MARKER = "\ue0f1\ue0f2"  # private-use characters, which no template writes
-MANY_MESSAGES = 100  # more are rendered in a thread
-MANY_TOOLS = 20  # more are rendered in a thread
+PROMPT_THREADS = 4
+
+
+class TemplateRenderer(Protocol):
+    """ChatTemplate, or TemplateProcess in its place."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str: ...
+
+
+class MissingTemplate:
+    """The renderer of a model that has no chat template."""
+
+    def render(self, *_: Any, **__: Any) -> str:
+        raise InvalidRequest(
+            "the model has no chat template",
+            hint="use /v1/completions, or start the server with --chat-template FILE",
+        )
 
 
 class PromptBuilder:
@@ -35,9 +60,16 @@ class PromptBuilder:
         tool_style: ToolStyle,
         max_context: int,
         reasoning_style: str = "auto",
+        template_processes: Sequence[TemplateProcess] = (),
     ) -> None:
+        """`template_processes` render the template for `render_off_loop`, in place of this process."""
         self.tokenizer = tokenizer
         self.max_context = max_context
+        self._threads = FairThreads("long prompts", PROMPT_THREADS)
+        self._template_processes = tuple(template_processes)
+        self._renderers: Sequence[TemplateRenderer]
+        self._renderers = self._template_processes or (template if template is not None else MissingTemplate(),)
+        self._render_workers = FairWorkers("chat prompts", self._renderers)
         self._template = template
         self._style = tool_style
         sources = list(template.sources.values()) if template is not None else []
@@ -45,6 +77,12 @@ class PromptBuilder:
         self._reasoning = select_reasoning_style("".join(sources), reasoning_style)
         # Empty if no marker ends the reasoning.
         self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
+
+    def close(self) -> None:
+        self._threads.close()
+        self._render_workers.close()
+        for process in self._template_processes:
+            process.close()
 
     @property
     def template_text(self) -> str:
@@ -56,7 +94,7 @@ class PromptBuilder:
         return self._reasoning is not None
 
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
-        """Call `render` and return the prompt's text. A long prompt is rendered in a thread.
+        """Render the prompt in a thread, with one of the renderers, and return its text.
 
         Raises ContextLengthExceeded if there are more messages than the model's context has tokens.
         """
@@ -66,25 +104,21 @@ class PromptBuilder:
                 param="messages",
                 hint="send fewer messages",
             )
-        is_long = (
-            len(call.messages) > MANY_MESSAGES
-            or len(call.tools) > MANY_TOOLS
-            or any(len(message.get("content") or "") > LONG_TEXT_CHARS for message in call.messages)
+        return await self._render_workers.run(
+            call.common.tenant, lambda renderer: self._render_with(renderer, call, created)
         )
-        return await asyncio.to_thread(self.render, call, created) if is_long else self.render(call, created)
 
     def render(self, call: ChatCall, created: int | None = None) -> str:
+        """Return the prompt's text, rendered by the calling thread."""
+        return self._render_with(self._renderers[0], call, created)
+
+    def _render_with(self, renderer: TemplateRenderer, call: ChatCall, created: int | None) -> str:
         """Return the prompt's text: the messages and tools, rendered with the model's chat template.
 
         The template sees `created`, a Unix time, as the current time; None stands for now. So a reply that continues
         at a different worker has the same prompt. Raises InvalidRequest if the model has no chat template, or if its
         template rejects the request.
         """
-        if self._template is None:
-            raise InvalidRequest(
-                "the model has no chat template",
-                hint="use /v1/completions, or start the server with --chat-template FILE",
-            )
         self.find_ignored_fields(call)
         tool_list = self._tools_for_template(call)
         messages = self._style.fit_messages(call.messages, tool_list or ())
@@ -97,7 +131,7 @@ class PromptBuilder:
         if marker:
             messages = [*messages[:-1], _append_end_marker(messages[-1], marker)]
         time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
-        text = self._template.render(
+        text = renderer.render(
             messages,
             tool_list,
             call.adds_generation_prompt and not call.continues_last_message,
@@ -109,9 +143,8 @@ class PromptBuilder:
     @cached_property
     def _call_form(self) -> CallForm | None:
         """The form in which the template takes earlier tool calls; None if it leaves them out."""
-        template = self._template
-        assert template is not None
-        return find_call_form(lambda messages: template.render(self._style.fit_messages(messages, ()), [PROBE_TOOL]))
+        renderer = self._renderers[0]
+        return find_call_form(lambda messages: renderer.render(self._style.fit_messages(messages, ()), [PROBE_TOOL]))
 
     def find_ignored_fields(self, call: ChatCall) -> list[str]:
         """Return the names of request fields that have no effect on this model.
@@ -132,7 +165,8 @@ class PromptBuilder:
         shown = _callable_tools(call)
         return tools.to_template_tools(shown) if shown and self._supports_tools else None
 
-    async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
+    async def encode(self, text: str | list[int], tenant: str, *, add_special: bool, param: str) -> list[int]:
+        """Return the tokens of the text. Long texts of different tenants take turns."""
         if isinstance(text, list):
             return text
         if len(text) > self.max_context * MAX_CHARS_PER_TOKEN:
@@ -141,9 +175,16 @@ class PromptBuilder:
                 param=param,
                 hint=f"shorten {param}",
             )
-        if len(text) < LONG_TEXT_CHARS:
-            return self.tokenizer.encode(text, add_special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
+        return (await self._encode_all([text], tenant, add_special))[0]
+
+    async def _encode_all(self, texts: Sequence[str], tenant: str, add_special: bool) -> list[list[int]]:
+        if sum(map(len, texts)) < LONG_TEXT_CHARS:
+            return self.tokenizer.encode_batch(texts, add_special)
+        return await self.run_in_thread(tenant, self.tokenizer.encode_batch, texts, add_special)
+
+    async def run_in_thread(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work on a long prompt in the threads that the tenants share fairly."""
+        return await self._threads.run(tenant, function, *args, **kwargs)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.token_text(i) for i in ids]
@@ -155,7 +196,7 @@ class PromptBuilder:
         num_kept = self.max_context - 1 if call.truncate_prompt_tokens < 0 else call.truncate_prompt_tokens
         return ids[:num_kept] if call.keeps_first_tokens or not num_kept else ids[-num_kept:]
 
-    def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
+    async def params_with_bad_words(self, call: ChatCall | CompletionCall) -> SamplingParams:
         """Return the call's sampling parameters, with its bad words converted to sequences of token ids.
 
         Each word is added with and without a leading space. Raises InvalidRequest if `allowed_token_ids` has an id
@@ -166,11 +207,11 @@ class PromptBuilder:
             wrong = max(call.params.allowed_token_ids)
             what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
             raise InvalidRequest(what, param=param, hint="POST /tokenize returns the ids of a text")
-        words: dict[tuple[int, ...], None] = {}
-        for word in call.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                if ids := self.tokenizer.encode(text, add_special=False):
-                    words[tuple(ids)] = None
+        if not call.bad_words:
+            return call.params
+        texts = [text for word in call.bad_words for text in (word.lstrip(), " " + word.lstrip())]
+        encoded = await self._encode_all(texts, call.common.tenant, add_special=False)
+        words = dict.fromkeys(tuple(ids) for ids in encoded if ids)
         return replace(call.params, bad_words=tuple(words)) if words else call.params
 
     def check_length(self, ids: Sequence[int], param: str) -> None:

@@ -22,6 +22,8 @@ PARAM_NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+DEFAULT_MAX_TOKENS = 4096  # longer than nearly every answer; a model that repeats itself ends after it
+DEFAULT_MAX_TOKENS_OF_REASONING = 32_768  # reasoning counts too
 INTEGER_SETTINGS = ("top_k", "max_new_tokens")
 
 
@@ -51,6 +53,16 @@ def load_sampling_defaults(directory: Path, source: str = "auto") -> dict[str, A
         else:
             found |= setting
     return found
+
+
+def with_default_max_tokens(defaults: dict[str, Any], setting: int | None, *, reasons: bool) -> dict[str, Any]:
+    """Return the defaults with a limit of generated tokens, for requests that set none.
+
+    `setting`: the server's setting; 0 stands for no limit, None for that of the checkpoint, or else ours."""
+    if setting is not None:
+        others = {name: value for name, value in defaults.items() if name != "max_tokens"}
+        return {**others, "max_tokens": setting} if setting else others
+    return {"max_tokens": DEFAULT_MAX_TOKENS_OF_REASONING if reasons else DEFAULT_MAX_TOKENS} | defaults
 
 
 def _read_generation_config(directory: Path, source: str) -> dict[str, Any]:

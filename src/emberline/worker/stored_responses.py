@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
@@ -10,6 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from emberline.core.errors import InvalidRequest, MethodNotAllowed, NotFound
+from emberline.core.fair_threads import FairThreads
 from emberline.core.offload import offload
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Exchange
@@ -20,6 +20,7 @@ RESPONSE_PATH_PREFIX = f"{RESPONSES_PATH}/"
 INPUT_ITEMS_SUFFIX = "/input_items"
 CANCEL_SUFFIX = "/cancel"
 MAX_LISTED_ITEMS = 100
+STORE_THREADS = 2
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -44,6 +45,7 @@ class StoredResponses:
         """`store` is None if responses are not stored. `tenant_of` returns the tenant (API key) of a request."""
         self._store = store
         self._tenant_of = tenant_of
+        self._threads = FairThreads("reads and writes of stored responses", STORE_THREADS)
 
     @property
     def is_enabled(self) -> bool:
@@ -62,8 +64,9 @@ class StoredResponses:
         if fields.previous_response_id is not None:
             before = await self._get_response(tenant, fields.previous_response_id, "previous_response_id")
             body, given = await offload.run_inline_if_small(len(body), prepend_conversation, body, before.items, given)
-        is_stored = fields.store is not False and self._store is not None
-        return body, ResponseSaver(self._store, tenant, given) if is_stored and self._store is not None else None
+        if self._store is None or fields.store is False:
+            return body, None
+        return body, ResponseSaver(self._store, self._threads, tenant, given)
 
     async def handle(self, exchange: Exchange) -> None:
         """Reply to GET or DELETE of a response and to GET of its input items. Reject POST to cancel a response."""
@@ -71,7 +74,8 @@ class StoredResponses:
         if exchange.method == "DELETE":
             await self._get_response(self._tenant_of(exchange), id_)
             assert self._store is not None
-            await asyncio.to_thread(self._store.delete, self._tenant_of(exchange), id_)
+            tenant = self._tenant_of(exchange)
+            await self._threads.run(tenant, self._store.delete, tenant, id_)
             await exchange.reply_json({"id": id_, "object": "response", "deleted": True})
         elif exchange.method == "POST" and id_.endswith(CANCEL_SUFFIX):
             await self._get_response(self._tenant_of(exchange), id_.removesuffix(CANCEL_SUFFIX))
@@ -93,7 +97,7 @@ class StoredResponses:
         if self._store is None:
             hint = "start the server with --response-store FILE; workers of one router share a file on one machine"
             raise InvalidRequest("this server does not store responses", param=param, hint=hint)
-        if (found := await asyncio.to_thread(self._store.get, tenant, id_)) is None:
+        if (found := await self._threads.run(tenant, self._store.get, tenant, id_)) is None:
             hint = "it was not stored, was deleted, was evicted by newer ones, or belongs to another API key"
             raise NotFound(f"Response with id {id_[:200]!r} not found.", param=param, hint=hint)
         return found
@@ -102,14 +106,15 @@ class StoredResponses:
 class ResponseSaver:
     """Saves one response, with the conversation before it."""
 
-    def __init__(self, store: ResponseStore, tenant: str, items: bytes) -> None:
+    def __init__(self, store: ResponseStore, threads: FairThreads, tenant: str, items: bytes) -> None:
         """`items` is the conversation before the response: a JSON list."""
         self._store = store
+        self._threads = threads
         self._tenant = tenant
         self._items = items
 
     async def save(self, body: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._store.put, self._tenant, body, msgspec.Raw(self._items))
+        await self._threads.run(self._tenant, self._store.put, self._tenant, body, msgspec.Raw(self._items))
 
 
 def read_storage_fields(body: bytes) -> StorageFields | None:

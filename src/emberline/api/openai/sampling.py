@@ -113,7 +113,8 @@ class SamplingFields(GrammarFields, kw_only=True):
             names.discard("repetition_penalty")
         if self.top_p == 0:
             names.discard("temperature")
-        return frozenset(names if max_tokens is not None else {*names, "max_tokens"})
+        has_limit = max_tokens is not None or self.n_predict is not None  # n_predict: -1 asks for no limit
+        return frozenset(names if has_limit else {*names, "max_tokens"})
 
     def build_sampling_params(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None

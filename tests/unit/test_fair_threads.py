@@ -1,0 +1,123 @@
+"""FairThreads: tenants take turns, waiting calls are bounded, and cancelled ones are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from emberline.core.errors import EngineUnavailable, Overloaded
+from emberline.core.fair_threads import FairThreads
+
+TIMEOUT_S = 20.0
+
+
+class Work:
+    """Calls that wait until the test lets them end, and the order in which they started."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.may_end = threading.Event()
+
+    def call(self, name: str) -> str:
+        self.started.append(name)
+        assert self.may_end.wait(TIMEOUT_S)
+        return name
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[FairThreads, Work], object], threads: int = 1, **limits: int) -> None:
+    async def run_test() -> None:
+        pool, work = FairThreads("calls", threads, **limits), Work()
+        try:
+            await asyncio.wait_for(test(pool, work), TIMEOUT_S)  # type: ignore[arg-type]
+        finally:
+            work.may_end.set()
+            pool.close()
+
+    asyncio.run(run_test())
+
+
+def start(pool: FairThreads, work: Work, tenant: str, *names: str) -> list[asyncio.Task[str]]:
+    return [asyncio.create_task(pool.run(tenant, work.call, name)) for name in names]
+
+
+def test_tenants_take_turns() -> None:
+    async def test(pool: FairThreads, work: Work) -> None:
+        tasks = start(pool, work, "a", "a1", "a2", "a3") + start(pool, work, "b", "b1") + start(pool, work, "c", "c1")
+        await settle()
+        work.may_end.set()
+        assert await asyncio.gather(*tasks) == ["a1", "a2", "a3", "b1", "c1"]
+        assert work.started == ["a1", "a2", "b1", "c1", "a3"]
+
+    run(test)
+
+
+def test_tenant_never_occupies_all_threads() -> None:
+    async def test(pool: FairThreads, work: Work) -> None:
+        hanging = start(pool, work, "a", *"12345")
+        await settle()
+        pool_work = Work()
+        pool_work.may_end.set()
+        assert await pool.run("b", pool_work.call, "b") == "b"
+        assert pool.num_waiting == 4
+        work.may_end.set()
+        await asyncio.gather(*hanging)
+
+    run(test, threads=2)
+
+
+def test_full_queue_rejects_the_tenant_that_waits_most() -> None:
+    async def test(pool: FairThreads, work: Work) -> None:
+        running = start(pool, work, "a", "running")
+        await settle()
+        many = start(pool, work, "a", *"12345")
+        await settle()
+        assert [task.done() for task in many] == [False, False, False, True, True]  # at most 3 of a tenant wait
+        with pytest.raises(Overloaded, match="too many calls: 3 of this API key and 3 of all keys"):
+            many[3].result()
+        others = start(pool, work, "b", "b1") + start(pool, work, "c", "c1")
+        await settle()
+        assert isinstance(many[2].exception(), Overloaded)  # dropped for c1
+        assert not any(task.done() for task in others) and pool.num_waiting == 4
+        late = start(pool, work, "b", "b2") + start(pool, work, "d", "d1")
+        await settle()
+        assert isinstance(late[0].exception(), Overloaded)
+        assert isinstance(many[1].exception(), Overloaded) and not late[1].done()
+        work.may_end.set()
+        await asyncio.gather(*running, many[0], *others, late[1])
+
+    run(test, max_waiting_per_tenant=3, max_waiting=4)
+
+
+def test_cancelled_call_is_dropped_and_errors_are_raised() -> None:
+    async def test(pool: FairThreads, work: Work) -> None:
+        first, second = start(pool, work, "a", "1", "2")
+        await settle()
+        second.cancel()
+        await settle()
+        assert pool.num_waiting == 0
+        first.cancel()  # it runs on, and its thread is used again
+        work.may_end.set()
+        with pytest.raises(ZeroDivisionError):
+            await pool.run("a", lambda: 1 // 0)
+        assert await pool.run("a", work.call, "3") == "3" and work.started == ["1", "3"]
+
+    run(test)
+
+
+def test_close_ends_waiting_calls() -> None:
+    async def test(pool: FairThreads, work: Work) -> None:
+        _, waiting = start(pool, work, "a", "1", "2")
+        await settle()
+        pool.close()
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await waiting
+
+    run(test)
