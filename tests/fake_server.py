@@ -67,7 +67,7 @@ class FakeServer:
         return self.counters | {
             "running": self.running, "waiting": 0, "kv_usage": used / 512, "blocks_total": 512, "preemptions": 0,
             "blocks_free": 512 - used - 90, "blocks_cached": 90, "model": "fake", "uptime_seconds": time.monotonic(),
-            "engine_state": "ready", "engine_restarts": 0,
+            "engine_state": "ready", "engine_restarts": 0, "dashboard": "http://127.0.0.1:8080",
         }  # fmt: skip
 
 
@@ -117,6 +117,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         text = {"hostile": HOSTILE, "escapes": ESCAPES, "forever": ANSWER * 40}.get(words[0], ANSWER)
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            text = f"The result is {last['content']}."
+        elif "call" in words:
+            call = {"index": 0, "id": "c1", "function": {"name": words[1], "arguments": words[2]}}
+            self._event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+            text = ""
+        elif "json" in words:
+            text = '{"n": [1, 2]}'
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)][: body.get("max_tokens")]
         if "think" in words:
             for piece in ("They ask ", "about the ", "prefix cache."):

@@ -51,7 +51,7 @@ class LocalGateway:
     """A running gateway with fake providers.
 
     `settings` are those of the default gateway, `process` those of the process. `providers` returns the settings of all
-    providers for the URLs of the fakes.
+    providers for the URLs of the fakes. Without a configuration file, all these settings are left out.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class LocalGateway:
         fakes: Sequence[str],
         providers: Callable[[dict[str, str]], dict[str, Any]],
         process: dict[str, Any] | None = None,
+        *,
+        has_config_file: bool = True,
         **settings: Any,
     ) -> None:
         self._process = process or {}
@@ -68,7 +70,7 @@ class LocalGateway:
         self.fakes = {name: self._loop.run(_start_fake()) for name in fakes}
         tables = providers({name: fake.url for name, fake in self.fakes.items()})
         default = {"timeouts": TIMEOUTS, "retries": {"attempts": 2, "delay": 0.01}, "providers": tables}
-        self._config_file = {"gateways": {"default": {**default, **settings}}}
+        self._config_file = {"gateways": {"default": {**default, **settings}}} if has_config_file else {}
         self._loop.run(self._start())
 
     async def _start(self) -> None:
@@ -80,7 +82,7 @@ class LocalGateway:
             engine="http://127.0.0.1:1",  # an unused port
             **self._process,
         )
-        app = await build_gateway(config, self._config_file, self._stack)
+        self.app = app = await build_gateway(config, self._config_file, self._stack)
         self._store = app.store
         listener = bind_listener("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import shutil
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +29,28 @@ PICTURE = ROOT / "docs" / "gateway.png"  # to renew the file, delete it and run 
 KEY = "a-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {KEY}"}
 HOSTILE = "<img src=x onerror=window.hacked=1>"
-TABS = ("overview", "logs", "playground", "keys", "budgets", "routes", "gateways", "providers", "prices", "audit")
+TABS = (
+    "overview",
+    "connect",
+    "logs",
+    "playground",
+    "keys",
+    "budgets",
+    "routes",
+    "gateways",
+    "providers",
+    "prices",
+    "audit",
+)
 PRICE = {"input": 1_000_000_000, "output": 2_000_000_000}  # a tenth of a cent per token, so that sums are visible
 
 
 def write_config(urls: dict[str, str]) -> dict[str, Any]:
     return {"oai": {"base_url": urls["fake"]}, "spare": {"base_url": urls["spare"]}}
+
+
+def write_no_providers(urls: dict[str, str]) -> dict[str, Any]:
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +153,12 @@ def test_sign_in_requires_admin_key(browser: Chromium, gateway: LocalGateway) ->
     assert "gateway/admin.key" in browser.text("#sign-in"), "the page shows where the key is"
     sign_in(browser, "egt_somebody-elses")
     browser.wait("!document.querySelector('#sign-in-error').hidden")
-    assert (
-        "expired or revoked" in browser.text("#sign-in-error") and browser.js("document.body.dataset.signed") == "out"
-    )
+    wrong = "Wrong admin key: this gateway does not know it, or it is expired or revoked."
+    assert browser.text("#sign-in-error") == wrong and browser.js("document.body.dataset.signed") == "out"
+    for key in ("not-a-key-at-all", "clé"):
+        sign_in(browser, "x")
+        sign_in(browser, key)
+        browser.wait(f"document.querySelector('#sign-in-error').textContent === {json.dumps(wrong)}")
     user = manage(gateway, "keys", "POST", {"name": "a user's"})["secret"]
     sign_in(browser, user)
     browser.wait("document.querySelector('#sign-in-error').textContent.includes('may not use the management API')")
@@ -152,6 +173,29 @@ def test_sign_in_requires_admin_key(browser: Chromium, gateway: LocalGateway) ->
     browser.click("#sign-out")
     browser.wait("document.body.dataset.signed === 'out'")
     assert browser.js("sessionStorage.length") == 0 and browser.text("#main") == ""
+
+
+def test_sign_in_link_works_once(browser: Chromium, gateway: LocalGateway) -> None:
+    link = gateway.app.sign_in.create_link(gateway.url)
+    token = link.partition("token=")[2]
+    sign_out(browser, gateway)
+    browser.open(link)
+    browser.wait("document.body.dataset.signed === 'in' && document.querySelector('#charts')")
+    assert token not in browser.js("location.href + document.referrer + JSON.stringify({...sessionStorage})")
+    made = [each["id"] for each in manage(gateway, "keys")["items"] if each["name"] == "dashboard sign-in"]
+    browser.click("#sign-out")
+    browser.wait("document.body.dataset.signed === 'out'")
+    assert made[0] not in [each["id"] for each in manage(gateway, "keys")["items"]], "the session's key is revoked"
+    browser.open(link)
+    browser.wait("document.querySelector('#sign-in-error')?.textContent.includes('used already')")
+    for body, headers, status in (
+        (b"{}", {}, 400),
+        (b'{"token": "x"}', {"content-type": "text/plain"}, 415),
+        (b'{"token": "x"}', {"x-forwarded-for": "203.0.113.9"}, 403),
+        (b'{"token": "x"}', {}, 401),
+        (b'{"token": "' + b"x" * 2000 + b'"}', {}, 413),
+    ):
+        assert gateway.post("/sign-in", body, headers)[0] == status, (body[:20], headers)
 
 
 def test_charts_show_past_requests(page: Chromium, gateway: LocalGateway) -> None:
@@ -179,6 +223,15 @@ def test_charts_show_past_requests(page: Chromium, gateway: LocalGateway) -> Non
     page.wait("document.querySelector('#live tbody tr')")
     send_prompt(gateway, "a-late-one")
     page.wait("document.querySelector('#live tbody tr').textContent.includes('a-late-one')")  # by itself
+    signs = page.js(
+        "Object.fromEntries([...document.querySelectorAll('.timechart')][0].querySelectorAll('.key').values()"
+        ".map(key => [key.firstChild.data, getComputedStyle(key, '::before').content]))"
+    )
+    assert signs == {"answered": '"●"', "cached": '"◆"', "fallback": '"▲"', "failed": '"✕"'}, "not only colours"
+    assert "failed-pattern" in page.js("document.querySelector('.column.fail').style.fill")
+    red, _, blue = page.js("getComputedStyle(document.querySelector('.column.ok')).fill.match(/\\d+/g).map(Number)")
+    assert red < blue, "success is not red"
+    assert "✓ 200" in page.text("#live") and "✕ 502" in page.text("#live") and "▲ fallback" in page.text("#live")
     page.js("document.querySelector('.timechart svg').focus()")
     page.press("ArrowLeft")
     page.wait("document.querySelector('.timechart .time-label').textContent")
@@ -202,7 +255,20 @@ def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium,
     press(page, "Newer")
     page.wait("document.querySelector('#records').textContent.includes('many-54')")
 
-    page.js("document.querySelector('#filters details').open = true")
+    send_prompt(gateway, "arrives-late")
+    page.wait("document.querySelector('#records tr.new')?.textContent.includes('arrives-late')")  # by itself
+    model = "document.querySelector('[data-choices=model] [value=arrives-late]')"
+    open_page(page, "overview", "#charts")
+    open_page(page, "logs", "#records tbody tr")
+    page.wait(model)
+    page.js(f"{model}.click(); document.querySelector('[data-choices=provider] [value=oai]').click()")
+    press(page, "Find")
+    page.wait("document.querySelectorAll('#records tbody tr').length === 1")
+    assert page.js("location.hash") == "#/logs?provider=oai&model=arrives-late"
+    assert page.text("[data-choices=model] summary") == "arrives-late"
+
+    open_page(page, "logs", "#records tbody tr:nth-child(2)")
+    page.js("document.querySelector('#filters > details').open = true")
     page.type("#filters [name=metadata]", "team=blue")
     page.press("Enter")
     page.wait("document.querySelectorAll('#records tbody tr').length === 1")
@@ -309,6 +375,9 @@ def test_budgets_prices_and_provider_keys_are_stored(page: Chromium, gateway: Lo
     open_page(page, "providers", "#store-key")
     known = page.text("#known-providers")
     assert all(slug in known for slug in PROVIDERS_BY_SLUG) and "api.anthropic.com" in known
+    page.resize(1400, 900)
+    assert page.js("(t => t.scrollWidth <= t.clientWidth)(document.querySelector('#known-providers .table'))")
+    page.resize(1360, 960)
     page.click("#store-key")
     fill(page, provider="openai", secret="sk-very-secret")
     page.js("document.querySelector('#provider-key-form').requestSubmit()")
@@ -345,25 +414,105 @@ def of(team: str) -> dict[str, str]:
     return {**ADMIN, "cf-aig-metadata": json.dumps({"team": team})}
 
 
-def test_gateway_is_created_and_selected(page: Chromium, gateway: LocalGateway) -> None:
+def test_default_gateway_is_changed_without_a_configuration_file(browser: Chromium, tmp_path: Path) -> None:
+    models = "/v1/models"
+    with LocalGateway(tmp_path, (), write_no_providers, has_config_file=False) as first:
+        assert first.post(models, b"", method="GET")[0] == 200
+        sign_out(browser, first)
+        browser.open(f"{first.url}/#/gateways/default")
+        sign_in(browser, KEY)
+        browser.wait("document.querySelector('.save-bar')")
+        assert browser.js("document.querySelector('#defined-in-file')") is None
+        browser.click("[name=authentication]")
+        browser.type("[name=cache_ttl]", "300")
+        browser.js("document.querySelector('#gateway-settings').requestSubmit()")
+        browser.wait("document.querySelector('#toast').textContent.includes('default are saved')")
+        browser.until(lambda: first.post(models, b"", method="GET")[0] == 401, "a key is required")
+        assert first.post(models, b"", ADMIN, "GET")[0] == 200
+    with LocalGateway(tmp_path, (), write_no_providers, has_config_file=False) as second:
+        assert second.post(models, b"", method="GET")[0] == 401, "also after a restart"
+        assert manage(second, "gateways/default")["value"]["cache_ttl"] == 300
+        changes = [(each["actor"], each["action"]) for each in manage(second, "audit")["items"]]
+        assert changes == [("configured-0", "gateway.update"), ("gateway", "gateway.create")]
+
+
+def test_gateway_is_created_changed_and_selected(page: Chromium, gateway: LocalGateway) -> None:
+    open_page(page, "gateways/default", "#gateway-settings")
+    assert "[gateways.default]" in page.text("#defined-in-file") and page.js("!document.querySelector('.save-bar')")
+    assert page.js("document.querySelector('[name=authentication]').matches(':disabled:checked')")
     open_page(page, "gateways", "#new-gateway")
     assert "configuration file" in page.text("[data-id=default]")
     page.click("#new-gateway")
-    fill(page, name="team-b", settings='{"providers": {"oai": {"key": "sk-x"}}}')
+    fill(page, name="team-b")
     page.js("document.querySelector('#gateway-form').requestSubmit()")
-    page.wait("document.querySelector('dialog .form-error').textContent.includes('must not contain key')")
-    fill(page, settings='{"cache_ttl": 60}')
-    page.js("document.querySelector('#gateway-form').requestSubmit()")
-    page.wait("document.querySelector('[data-id=team-b]')")
-    assert manage(gateway, "gateways/team-b")["value"]["cache_ttl"] == 60
+    page.wait("document.querySelector('#gateway-page[data-id=team-b] .save-bar')")
+    page.type("[name=cache_ttl]", "60")
+    page.type("[name='retries.attempts']", "3")
+    press(page, "Add a fallback")
+    page.type("[name='fallbacks[0].to']", "openai/gpt-5")
+    press(page, "Add a limit")
+    page.type("[name='limits[0].name']", "each")
+    page.type("[name='limits[0].split']", "team")
+    save = "document.querySelector('#gateway-settings').requestSubmit()"
+    page.js(save)
+    page.wait("document.querySelector('label:has([name=\"limits[0].split\"]) .field-error')")
+    assert "is not an attribute" in page.text(".field-error") and "is not an attribute" in page.text(".form-error")
+    page.type("[name='limits[0].split']", "metadata.team")
+    assert page.js("!document.querySelector('.field-error')"), "a change removes the message"
+    page.js(save)
+    page.wait("document.querySelector('#toast').textContent.includes('team-b are saved')")
+    stored = manage(gateway, "gateways/team-b")["value"]
+    assert (stored["cache_ttl"], stored["retries"]["attempts"], stored["authentication"]) == (60, 3, True)
+    assert stored["fallbacks"] == [{"model": "*", "to": ["openai/gpt-5"]}]
+    assert (stored["limits"][0]["split"], stored["limits"][0]["limit"]) == (["metadata.team"], 100)
     page.wait("[...document.querySelector('#gateway').options].some(each => each.value === 'team-b')")
     choose = "const s = document.querySelector('#gateway'); s.value = 'team-b'; s.dispatchEvent(new Event('change'))"
     page.js(f"{{ {choose} }}")
     open_page(page, "logs", "#records .empty")  # no request has been answered yet
-    open_page(page, "gateways", "#new-gateway")
-    press(page, "Delete", "[data-id=team-b]")
+    open_page(page, "gateways/team-b", "#gateway-page")
+    press(page, "Delete")
     press(page, "Delete", "dialog")
     page.wait("document.querySelector('#gateway').value === ''")
+
+
+def test_connect_page_creates_a_key_and_shows_working_snippets(page: Chromium, gateway: LocalGateway) -> None:
+    open_page(page, "connect", "#snippet pre")
+    assert page.text("#base-url") == f"{gateway.url}/v1"
+    page.type("#connect-model", "priced")
+    page.click("#create-connect-key")
+    key = page.wait("document.querySelector('#connect-key').value")
+    assert key.startswith("evk_") and f"Authorization: Bearer {key}" in page.text("#snippet")
+    page.click("#connect-test")
+    page.wait("document.querySelector('#connect-answer').textContent.includes('Answered: word0')")
+    assert page.js("document.querySelector('#engine-link').href") == "http://127.0.0.1:1/"
+    endpoint = {
+        "base": "http://h/v1",
+        "anthropic": "http://h",
+        "engine": "http://e",
+        "key": "it's",
+        "headers": {"a": "b"},
+    }
+    arguments = f"{json.dumps(endpoint)}, 'openai/\\'x\\' \"y\"'"
+    made = page.js(f"import('/static/snippets.js').then(found => found.clients({arguments}))")
+    code = {each["id"]: each["code"] for each in made}
+    assert all("http://h" in text for name, text in code.items() if name != "ollama") and "http://e" in code["ollama"]
+    for name in ("openai-python", "anthropic"):
+        compile(code[name], name, "exec")
+    assert tomllib.loads(code["codex"])["model_providers"]["emberline"]["http_headers"] == {"a": "b"}
+    assert json.loads(code["opencode"])["provider"]["emberline"]["options"]["apiKey"] == "it's"
+    words = shlex.split(code["curl"].replace("\\\n", " "))
+    assert json.loads(words[-1])["model"] == "openai/'x' \"y\"" and "Authorization: Bearer it's" in words
+    body = {"model": "m", "messages": [], "top_k": 3, "stream": True, "logprobs": None}
+    text = page.js(
+        f"import('/static/snippets.js').then(found => found.python({json.dumps(endpoint)}, {json.dumps(body)}))"
+    )
+    compile(text, "python", "exec")
+    assert "extra_body={" in text and "stream=True" in text and "logprobs=None" in text
+    page.open(f"{gateway.url}/static/reference.html")
+    page.wait("document.querySelectorAll('#reference details').length > 20")
+    shown = page.text("#reference")
+    assert "/v1/chat/completions" in shown and "/admin/accounts/{account}/gateways/{gateway}" in shown
+    page.screenshot(SHOTS / "gateway-reference.png")
 
 
 def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: LocalGateway) -> None:
@@ -412,41 +561,48 @@ def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Loca
 def test_playground_streams_through_the_gateway(page: Chromium, gateway: LocalGateway) -> None:
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
+    last = ".turn.last"
     open_page(page, "playground", "#prompt")
-    page.js("document.querySelector('[name=max_tokens]').value = 30")
+    page.type("[name=max_tokens]", "30")
     page.type("#model", "priced")
     page.type("#prompt", HOSTILE)
     page.press("Enter")
-    page.wait("document.querySelector('#messages .assistant p')?.textContent.includes('word3')")
-    assert "word29" not in page.text("#messages"), "text is shown while it streams"
-    page.wait("document.querySelector('#messages .assistant .foot')?.textContent.includes('$0.071')")
-    assert page.text("#messages .assistant p").strip().endswith("word29") and HOSTILE in page.text("#messages .user")
-    assert "oai/priced" in page.text("#messages .assistant .foot")
+    page.wait(f"document.querySelector('{last} .text')?.innerText.includes('word3')")
+    assert "word29" not in page.text("#transcript"), "text is shown while it streams"
+    page.wait(f"document.querySelector('{last} .cost')?.textContent === '$0.071'")
+    assert page.text(f"{last} .text").strip().endswith("word29") and HOSTILE in page.text("#transcript .user")
+    assert "oai/priced" in page.text(f"{last} .foot") and "log" in page.text(f"{last} .foot a")
     assert gateway.newest().ended == "complete" and fake.gone == 0
 
     page.type("#prompt", "more")
     page.press("Enter")
-    page.wait("document.querySelectorAll('#messages .assistant p')[1]?.textContent.includes('word2')")
+    page.wait(f"document.querySelector('{last} .text')?.innerText.includes('word2')")
     assert [m["role"] for m in fake.requests[-1].json["messages"]] == ["user", "assistant", "user"]
     page.click("#stop")
-    page.wait("document.querySelectorAll('#messages .assistant')[1].textContent.includes('stopped')")
+    page.wait(f"document.querySelector('{last}').dataset.ending === 'stopped'")
     page.until(lambda: fake.gone == 1, "the provider was left")
     fake.pace = 0.0
     page.type("#model", "cut@3")
     page.type("#prompt", "and again")
     page.press("Enter")
-    page.wait("document.querySelector('#messages .failed')")
+    page.wait(f"document.querySelector('{last}[data-ending=failed] .notice')")
     before = len(fake.requests)
     page.type("#model", "429")
     page.type("#prompt", "refused")
     page.press("Enter")
-    page.wait("document.querySelectorAll('#messages .failed').length === 2")
+    page.wait("document.querySelectorAll('[data-ending=failed]').length === 2")
     page.type("#model", "priced")
     page.type("#prompt", "at last")
     page.press("Enter")
     page.until(lambda: len(fake.requests) > before + 1 and fake.requests[-1].json["model"] == "priced", "it is asked")
-    answer = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
-    assert answer == [HOSTILE, "more", "and again", "at last"], "a failed prompt is not sent again"
+    sent = "\n\n".join(m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user")
+    assert sent == "\n\n".join([HOSTILE, "more", "and again", "at last"]), "a failed prompt is not sent again"
+    page.click("#code")
+    assert "cf-aig-gateway-id" not in page.text("#code-dialog") and f"{gateway.url}/v1" in page.text("#code-dialog")
+    assert KEY not in page.text("#code-dialog")
+    open_page(page, "overview", "#charts")
+    open_page(page, "playground", "#prompt")
+    assert HOSTILE in page.text("#transcript"), "conversations are kept"
 
 
 def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: LocalGateway) -> None:
@@ -455,7 +611,7 @@ def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: Lo
     page.prefer("dark")
     for tab in TABS:
         page.js("document.querySelector('#main').replaceChildren()")
-        open_page(page, tab, "#main h2")
+        open_page(page, tab, "#main :is(h2, .playground)")
         assert page.js("document.documentElement.scrollWidth") == 390, tab
         wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
         assert page.js(wide), tab
@@ -509,6 +665,9 @@ def test_month_is_read_from_rollups_only(page: Chromium, gateway: LocalGateway) 
     gateway.append(month(3000))
     open_page(page, "overview?range=7d&by=model", "[data-id='openai/gpt-5-mini']")
     page.until(lambda: chart_total(page, "Latency").endswith(" ms"), "percentiles are shown")
+    assert "local" in page.text("[data-id='emberline/smollm2']") and "$" not in page.text(
+        "[data-id='emberline/smollm2']"
+    )
     open_page(page, "overview?range=30d&by=model", "[href='#/overview?range=30d&by=model'][aria-current]")
     page.until(lambda: chart_total(page, "Requests") == f"{3000 + before:,}", "a month is counted")
     columns = page.js("document.querySelector('.timechart .column').getAttribute('d')").count("M")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import time
 import urllib.request
@@ -153,7 +154,7 @@ def test_settings_change_request(page: Chromium, server: str) -> None:
     }
     page.type("#settings [name=schema]", json.dumps(schema))
     ask(page, "Give me a number.")
-    assert list(json.loads(answer(page))) == ["n"]
+    assert answer(page) and list(json.loads(page.text(f"{LAST} .text pre"))) == ["n"], "JSON is in a code block"
 
 
 def test_stop_button_aborts_request(page: Chromium, server: str) -> None:
@@ -161,9 +162,9 @@ def test_stop_button_aborts_request(page: Chromium, server: str) -> None:
     page.type("#settings [name=max_tokens]", "4000")
     page.type("#settings [name=schema]", '{"type": "array", "items": {"type": "integer"}, "minItems": 1500}')
     ask(page, "Count for a long time.")
-    page.wait(f"document.querySelector('{LAST} .text').innerText.length > 5")
+    page.wait(f"document.querySelector('{LAST} .text pre')?.innerText.length > 5")
     page.click("#stop")
-    assert len(answer(page)) > 5
+    assert answer(page) and len(page.text(f"{LAST} .text pre")) > 5
     assert wait_for_end(page) == "stopped"
     assert "stopped here" in page.text(LAST)
     page.until(lambda: stats(server)["running"] == 0, "the server to be idle")
@@ -304,7 +305,9 @@ def test_request_contains_settings(page: Chromium, fake: FakeServer) -> None:
     page.type("#settings [name=schema]", "{not json")
     page.type("#prompt", "three")
     page.press("Enter")
-    assert "not valid JSON" in page.text("#schema-error")
+    assert "Not sent. The JSON schema is not valid JSON" in page.text("#composer-problem"), "where the user looks"
+    beside = "document.querySelector('label:has([name=schema]) + #settings-error').getBoundingClientRect().bottom"
+    assert page.js(f"{beside} <= innerHeight") and page.js("document.activeElement.name") == "schema"
     assert len(fake.requests) == 2, "nothing is sent while a field is wrong"
     page.type("#settings [name=schema]", '{"type": "string"}')
     ask(page, "three")
@@ -336,6 +339,79 @@ def test_keyboard_shortcuts_and_saved_conversation(page: Chromium, fake: FakeSer
     assert page.js("document.querySelectorAll('.turn').length") == 0
     page.click("#toast button")
     assert page.text(f"{LAST} .text") == kept, "clearing can be undone"
+
+
+def test_several_conversations_are_kept_and_messages_are_edited(page: Chromium, fake: FakeServer) -> None:
+    ask(page, "first question")
+    answer(page)
+    page.click("#new")
+    page.wait("document.querySelectorAll('.turn').length === 0")
+    ask(page, "second question")
+    answer(page)
+    ask(page, "third question")
+    answer(page)
+    assert [m["content"] for m in fake.requests[-1]["messages"] if m["role"] == "user"] == [
+        "second question",
+        "third question",
+    ]
+    page.open(fake.url)
+    titles = "[...document.querySelector('#conversation').options].map(each => each.text)"
+    assert page.js(titles) == ["second question", "first question"], "they outlive the page"
+    page.click(".turn.user .icon")
+    page.type(".edited", "json")
+    page.press("Enter")
+    answer(page)
+    assert [m["content"] for m in fake.requests[-1]["messages"]] == ["json"], "the edited message and nothing after it"
+    assert json.loads(page.text(f"{LAST} .text pre")) == {"n": [1, 2]} and page.text(f"{LAST} .code-bar") == "json"
+    page.js(
+        "(s => { s.value = s.options[1].value; s.dispatchEvent(new Event('change')) })"
+        "(document.querySelector('#conversation'))"
+    )
+    assert "first question" in page.text("#transcript") and "json" not in page.text("#transcript")
+
+
+def test_tools_run_in_a_sandbox_or_wait_for_a_result(page: Chromium, fake: FakeServer) -> None:
+    page.click("#settings [name=example_tools]")
+    ask(page, 'call calculate {"expression":"2*(3+4)^2-sqrt(16)/8"}')
+    page.wait(f"document.querySelector('{LAST} .text').innerText.includes('The result is 97.5.')")
+    assert [t["function"]["name"] for t in fake.requests[0]["tools"]] == ["calculate", "current_time"]
+    call, result = fake.requests[1]["messages"][1:]
+    assert call["tool_calls"][0]["function"]["name"] == "calculate" and call["tool_calls"][0]["id"] == "c1"
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "97.5"}
+    run = "import('/static/tools.js').then(tools => Promise.all({}.map(each => tools.runExampleTool(...each))))"
+    calls = [
+        ["calculate", json.dumps({"expression": "fetch(1)"})],
+        ["calculate", json.dumps({"expression": "1;close()"})],
+        ["calculate", "{"],
+        ["calculate", json.dumps({"expression": "(" * 999})],
+        ["constructor", "{}"],
+        ["current_time", '{"timezone": "nowhere"}'],
+    ]
+    results = page.js(run.format(json.dumps(calls)))
+    assert all(each.startswith("error: ") for each in results), results
+
+    own = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    page.type("#settings [name=tools]", json.dumps(own))
+    ask(page, 'call weather {"city":"Oslo"}')
+    page.wait(f"document.querySelector('{LAST} .tool-result input')")
+    page.type(f"{LAST} .tool-result input", "rain")
+    page.press("Enter")
+    page.wait(f"document.querySelector('{LAST} .text').innerText.includes('The result is rain.')")
+    assert fake.requests[-1]["tools"][2] == own[0]
+
+
+def test_request_is_shown_as_program_text(page: Chromium, fake: FakeServer) -> None:
+    assert page.text(".bar").split("\n")[-2:] == ["Dashboard", "API"]
+    assert page.js("document.querySelector('#dashboard').href") == "http://127.0.0.1:8080/"
+    page.type("#settings [name=key]", "a-secret")
+    page.type("#prompt", "it's a draft")
+    page.click("#code")
+    text = page.text("[data-snippet=curl] pre")
+    words = shlex.split(text.replace("\\\n", " "))
+    body = json.loads(words[-1])
+    assert words[1] == f"{fake.url}/v1/chat/completions" and body["messages"][-1]["content"] == "it's a draft"
+    assert "a-secret" not in text and "YOUR_KEY" in text
+    compile(page.text("[data-snippet=python] pre"), "python", "exec")
 
 
 def test_scrolling_up_stops_following_answer(page: Chromium, fake: FakeServer) -> None:

@@ -96,3 +96,26 @@ def test_status_page_shows_migrations(browser: Chromium, fakes: Fakes) -> None:
     browser.screenshot(SHOTS / "router-roles.png")
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
     assert fakes.status()["decisions"] == {"load": 1, "split": 2, "again": 2}
+
+
+def test_status_page_asks_for_the_key(browser: Chromium, tmp_path: Path) -> None:
+    router = Fakes(tmp_path, "--api-key", "a-key-of-the-tests")
+    try:
+        browser.open(router.url)
+        browser.wait("!document.querySelector('#key-form').hidden && document.querySelector('#key-error').hidden")
+        assert browser.text("#state") == "locked"
+        browser.type("[name=key]", "another-key-of-the-tests")
+        browser.press("Enter")
+        browser.wait("!document.querySelector('#key-error').hidden")
+        browser.type("[name=key]", "a-key-of-the-tests")
+        browser.press("Enter")
+        browser.wait("document.querySelector('#state').textContent === '0 of 0 ready'")
+        assert browser.js("document.querySelector('#key-form').hidden")
+        browser.resize(390, 844)
+        assert browser.js("document.documentElement.scrollWidth") == 390
+        tiles = "[...document.querySelectorAll('.chart')].every(tile => tile.scrollWidth <= tile.clientWidth)"
+        assert browser.js(tiles), "no text runs over its tile"
+    finally:
+        browser.js("sessionStorage.clear()")
+        browser.resize(1280, 860)
+        router.close()

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
+from emberline.core.config import ServerConfig
 from emberline.core.engine_config import DEPENDENT_SETTINGS, GPU_SCHEDULER_DEFAULTS, EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.options import nested_config_classes, setting_owners, update_config
@@ -141,3 +142,10 @@ def test_nested_configs_are_found_by_type() -> None:
     names = ["scheduler", "gpu", "speculation", "kv_cache", "tiers", "network", "parallel"]
     assert list(nested_config_classes(EngineConfig)) == names
     assert {each.name for each in fields(EngineConfig)} > set(nested_config_classes(EngineConfig))
+
+
+def test_dashboard_is_a_web_address() -> None:
+    assert ServerConfig(dashboard="https://gateway.example").dashboard == "https://gateway.example"
+    with pytest.raises(InvalidRequest, match="must be an http or https URL") as refused:
+        ServerConfig(dashboard="javascript:alert(1)")
+    assert refused.value.param == "dashboard"

@@ -58,7 +58,7 @@ class Client:
         self.sent.append(message)
 
     def send_request(self, admin: Admin) -> asyncio.Task[None]:
-        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, {})
+        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, None, {})
         return asyncio.ensure_future(GatewayApp(*about)(self.scope, self.receive, self.send))
 
 

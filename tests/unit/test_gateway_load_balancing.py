@@ -21,6 +21,7 @@ from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.core.token_estimate import estimate_input_tokens
 from emberline.gateway.layers.hedging import hedge_slow_calls
 from emberline.gateway.layers.load_balancing import balance_pools
+from emberline.gateway.providers.base import CHANGED_HEADER
 from emberline.gateway.routes.load_balancer import EXPLORATION_SHARE, MIN_SAMPLES, LoadBalancer
 from emberline.wire.usage import Usage
 
@@ -196,7 +197,10 @@ class RacingProviders:
         self.cancelled: list[str] = []
 
     async def __call__(self, call: GatewayRequest) -> GatewayReply:
+        """Like RetryHandler, remove the changes of an earlier attempt and report this one's."""
         self.begun.append(call.provider)
+        call.reply_headers.pop(CHANGED_HEADER, None)
+        call.reply_headers[CHANGED_HEADER] = f"field={call.provider}"
         try:
             await self.go[call.provider].wait()
         except asyncio.CancelledError:
@@ -263,6 +267,13 @@ def test_hedge_answers_if_first_fails() -> None:
     assert race({"b": b"1", "a": UpstreamFailed("no")}, ["a", "b"])[0].body == b"1"
     with pytest.raises(UpstreamFailed, match="first"):
         race({"b": UpstreamFailed("first"), "a": UpstreamFailed("second")}, ["a", "b"])
+
+
+@pytest.mark.parametrize("winner", ["a", "b"])
+def test_changes_of_the_winner_are_reported(winner: str) -> None:
+    _, racers, sent_request = race({"b": b"1", "a": b"2"}, [winner])
+    assert sorted(racers.begun) == ["a", "b"]
+    assert sent_request.reply_headers == {CHANGED_HEADER: f"field={winner}"}
 
 
 def test_both_answer_and_one_is_closed_and_billed() -> None:

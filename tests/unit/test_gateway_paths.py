@@ -15,7 +15,7 @@ from emberline.core.clock import WallClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.core.options import RequestOptions
-from emberline.gateway.core.paths import is_native_path, parse_path
+from emberline.gateway.core.paths import accepts_any_content_type, parse_path
 from emberline.gateway.core.request_body import check_duplicate_keys, read_body_fields
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.providers.emberline import Emberline
@@ -48,8 +48,8 @@ def test_gemini_path_names_the_model() -> None:
     ):
         target = parse_path(path)
         assert (target.kind, target.dialect, target.model, target.stream) == ("plain", "gemini", model, stream)
-        assert not is_native_path(path)  # requires a JSON content type
-    assert is_native_path("/v1/a/g/google-ai-studio/v1/models/m:generateContent")
+        assert not accepts_any_content_type(path)  # requires a JSON content type
+    assert accepts_any_content_type("/v1/a/g/google-ai-studio/v1/models/m:generateContent")
     for path in ("/v1beta/models/:generateContent", f"/v1beta/models/{'m' * 257}:generateContent"):
         with pytest.raises(InvalidRequest, match="model"):
             parse_path(path)

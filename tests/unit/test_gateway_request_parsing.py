@@ -260,9 +260,9 @@ def test_engine_has_the_address_and_key_of_the_process_unless_settings_change_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TEAM_KEY", "own")
-    keyed = {"gateways": {"team": {"providers": {"emberline": {"key_env": "TEAM_KEY"}}}}}
+    keyed = {"gateways": {"plain": {}, "team": {"providers": {"emberline": {"key_env": "TEAM_KEY"}}}}}
     made = read_configured_gateways(keyed, ENGINE)
-    engines = [made["default", name].providers["emberline"] for name in ("default", "team")]
+    engines = [made["default", name].providers["emberline"] for name in ("plain", "team")]
     assert [(engine.base_url, engine.key) for engine in engines] == [("http://engine", "k"), ("http://engine", "own")]
     stored = GatewaySettings(providers={"emberline": ProviderSettings(headers={"x": "y"}, public=True)})
     engine = with_engine_provider(stored, ENGINE).providers["emberline"]
@@ -276,7 +276,8 @@ def test_settings_are_read_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"gateways": {"team": {"account": "acme", "providers": {"openai": {"key_env": "SOME_KEY"}}}}}
     made = read_configured_gateways(found, ENGINE)
     assert made["acme", "team"].providers["openai"].key == "secret"
-    assert made["default", "default"].providers["emberline"].base_url == "http://engine"
+    assert made["acme", "team"].providers["emberline"].base_url == "http://engine"
+    assert list(made) == [("acme", "team")], "the default gateway is in the store unless the file defines it"
     for wrong in (
         {"retries": {"attempts": 9}},
         {"timeouts": {"total": 0}},

@@ -25,6 +25,7 @@ from emberline.server.listener import bind_listener
 
 CARD = {"name": "stranger", "incarnation": "1", "url": "http://127.0.0.1:9", "models": [{"name": "m"}]}
 JSON = {"content-type": "application/json"}
+TOKEN = {"authorization": "Bearer a-key-of-the-tests"}  # may use every path of a provider
 
 
 class Router:
@@ -74,23 +75,23 @@ WATCHED = ("cluster/status", "cluster/events", "metrics", "stats", "health", "op
 
 @pytest.mark.parametrize("path", CONTROL)
 def test_gateway_forwards_no_cluster_calls_to_the_engine(gateway: LocalGateway, router: Router, path: str) -> None:
-    status, _, body = gateway.post(f"/v1/default/default/emberline/{path}", CARD)
+    status, _, body = gateway.post(f"/v1/default/default/emberline/{path}", CARD, TOKEN)
     assert status == 404 and json.loads(body)["error"]["code"] == "not_found"
     step = [{"provider": "emberline", "endpoint": path, "query": CARD}]
-    assert gateway.post("/v1/default/default", step)[0] == 404
+    assert gateway.post("/v1/default/default", step, TOKEN)[0] == 404
     assert router.workers() == []
 
 
 @pytest.mark.parametrize("path", WATCHED)
 def test_gateway_forwards_no_statistics_of_the_engine(gateway: LocalGateway, path: str) -> None:
-    assert gateway.post(f"/v1/default/default/emberline/{path}", b"", method="GET")[0] in (404, 405)
+    assert gateway.post(f"/v1/default/default/emberline/{path}", b"", TOKEN, "GET")[0] in (404, 405)
 
 
 def test_gateway_forwards_the_engines_model_api(gateway: LocalGateway) -> None:
     base = "/v1/default/default/emberline"
-    status, _, body = gateway.post(f"{base}/v1/models", b"", method="GET")
+    status, _, body = gateway.post(f"{base}/v1/models", b"", TOKEN, "GET")
     assert status == 200 and json.loads(body)["data"] == []
-    assert b"some/model" in gateway.post(f"{base}/v1/models/some/model", b"", method="GET")[2]
+    assert b"some/model" in gateway.post(f"{base}/v1/models/some/model", b"", TOKEN, "GET")[2]
     for path in ("v1/chat/completions", "v1/messages/count_tokens", "tokenize"):
         assert b"no worker has registered" in gateway.post(f"{base}/{path}", {"model": "m"})[2], path
 
@@ -98,7 +99,7 @@ def test_gateway_forwards_the_engines_model_api(gateway: LocalGateway) -> None:
 def test_router_refuses_cluster_calls_that_a_gateway_forwarded(gateway: LocalGateway, router: Router) -> None:
     """Also if the gateway has the router as a custom provider."""
     for headers in ({}, {"via": ""}, {"connection": "via"}):
-        status, _, body = gateway.post("/v1/default/default/custom-mine/cluster/register", CARD, headers)
+        status, _, body = gateway.post("/v1/default/default/custom-mine/cluster/register", CARD, {**TOKEN, **headers})
         assert status == 403 and b"through a proxy" in body
     assert router.workers() == []
 
@@ -121,7 +122,7 @@ def test_gateway_requires_json_content_type(gateway: LocalGateway, path: str, ki
 
 def test_gateway_forwards_forms_and_binary_data(gateway: LocalGateway) -> None:
     for kind in ("multipart/form-data; boundary=b", "audio/wav"):
-        status, _, body = gateway.post("/v1/default/default/custom-mine/any", b"--b--", {"content-type": kind})
+        status, _, body = gateway.post("/v1/default/default/custom-mine/any", b"--b--", {"content-type": kind, **TOKEN})
         assert status == 404 and b"the path '/any' does not exist" in body  # the router's own message
 
 

@@ -291,7 +291,7 @@ def test_gemini_api_is_served_at_the_root(gateway: LocalGateway) -> None:
         status == 400 and json.loads(reply_body)["error"]["status"] == "INVALID_ARGUMENT" and b"alt=sse" in reply_body
     )
     assert gateway.post("/v1beta/models/:generateContent", body, key)[0] == 400
-    assert gateway.post("/v1beta/models/ant/b:countTokens", body, key)[0] == 404
+    assert gateway.post("/v1beta/models/ant/b:predictLongRunning", body, key)[0] == 404
     assert gateway.post("/v1beta/models/ant%2fb:generateContent", body, key)[0] == 400
 
 

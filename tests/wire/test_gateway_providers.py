@@ -488,9 +488,13 @@ def test_documented_paths(
         assert asked.headers[name] == value
 
 
+# In this header the key of the gateway leaves the header of the provider's key free.
+TOKEN = {"cf-aig-authorization": "Bearer a-key-of-the-tests"}
+
+
 @pytest.mark.parametrize("slug", [slug for slug in MODELS_AND_PATHS if slug not in ("google-vertex-ai", "aws-bedrock")])
 def test_stored_keys_on_native_paths(gateway: LocalGateway, slug: str) -> None:
-    status, _, _ = gateway.post(f"{NATIVE}/{slug}/v1/anything", {"model": "m"})
+    status, _, _ = gateway.post(f"{NATIVE}/{slug}/v1/anything", {"model": "m"}, TOKEN)
     if slug == "azure-openai":
         assert status == 200
     assert f"key-of-{slug}" in str(gateway.fakes["fake"].requests[-1].headers)

@@ -182,10 +182,10 @@ def test_messages_pass_both_ways(gateway: LocalGateway, provider: Provider) -> N
 
 
 def test_native_path_opens_provider_socket(gateway: LocalGateway, provider: Provider) -> None:
-    with open_socket(gateway, "/v1/default/default/openai/realtime?model=gpt-realtime&x=1") as socket:
+    with open_socket(gateway, "/v1/default/default/openai/realtime?model=gpt-realtime&intent=conversation") as socket:
         socket.send("hello")
         assert socket.recv(timeout=5) == "hello"
-    assert provider.requests[-1].path == "/v1/realtime?model=gpt-realtime&x=1"
+    assert provider.requests[-1].path == "/v1/realtime?model=gpt-realtime&intent=conversation"
 
 
 def test_openai_client_connects(gateway: LocalGateway) -> None:
@@ -257,14 +257,14 @@ def test_provider_refusal_is_passed_on(gateway: LocalGateway) -> None:
     assert status == 401 and error["message"] == "no such key"
     status, error = refusal_of(gateway, "/v1/default/default/openai?model=elsewhere")
     assert (status, error["code"]) == (502, "upstream_broken"), "a key is sent to no other host"
-    status, error = refusal_of(gateway, "/v1/default/default/nobody/live?model=bare")
+    status, error = refusal_of(gateway, "/v1/default/default/nobody/v1/realtime?model=bare")
     assert (status, error["code"]) == (502, "upstream_unreached")
-    status, error = refusal_of(gateway, "/v1/default/default/hidden/live?model=bare")
+    status, error = refusal_of(gateway, "/v1/default/default/hidden/v1/realtime?model=bare")
     assert (status, error["code"]) == (502, "upstream_unreached") and "public" in error["message"]
 
 
 def test_failing_provider_opens_circuit_breaker(gateway: LocalGateway) -> None:
-    codes = [refusal_of(gateway, "/v1/default/default/gone/live?model=bare")[1]["code"] for _ in range(6)]
+    codes = [refusal_of(gateway, "/v1/default/default/gone/v1/realtime?model=bare")[1]["code"] for _ in range(6)]
     assert codes == ["upstream_unreached"] * 5 + ["upstream_resting"]
 
 

@@ -70,7 +70,7 @@ class Peer:
 
 def run(work: Callable[[UpstreamClient], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        async with asyncio.timeout(20), UpstreamClient(connect_timeout_s=1.0) as upstream:
+        async with asyncio.timeout(20), UpstreamClient() as upstream:
             return await work(upstream)
 
     return asyncio.run(main())

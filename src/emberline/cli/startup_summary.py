@@ -48,7 +48,8 @@ def build_summary(engine_url: str, gateway_url: str | None = None) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name the capital of France."}]})
     lines = ["", f"  Playground   {engine_url}/"]
     if gateway_url is not None:
-        lines.append(f"  Dashboard    {gateway_url}/   (admin key: {GatewayConfig().admin_key_file})")
+        key_file = GatewayConfig().admin_key_file
+        lines.append(f"  Dashboard    {gateway_url}/   (sign-in link above, or the admin key in {key_file})")
     header = f" -H '{key}'" if key else ""
     lines.append(f"  Try          curl {engine_url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\")
     lines.append(f"                 -d '{body}'")

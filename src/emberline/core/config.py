@@ -335,6 +335,7 @@ class ServerConfig(InferenceServiceConfig):
     tool_style: str = option(
         "auto", "Format of tool calls, such as hermes or kimi; auto: what the chat template shows.", metavar="NAME"
     )
+    dashboard: str | None = option(None, "URL of a gateway's dashboard, for a link in the playground.", metavar="URL")
     reasoning_style: str = option(
         "auto", "Format of reasoning, such as think, or none; auto: what the chat template shows.", metavar="NAME"
     )
@@ -378,6 +379,9 @@ class ServerConfig(InferenceServiceConfig):
                 param="models",
                 hint="give the model another name: ALIAS=MODEL",
             )
+        if self.dashboard is not None and not self.dashboard.startswith(("http://", "https://")):
+            message = f"dashboard is {self.dashboard[:200]!r}; it must be an http or https URL"
+            raise InvalidRequest(message, param="dashboard", hint="write --dashboard http://HOST:PORT")
         if len(self.models) > 1:
             styles = ((name, getattr(self, name) != "auto") for name in ("tool_style", "reasoning_style"))
             for name, is_set in (("chat_template", self.chat_template), *styles):

@@ -6,6 +6,7 @@ Every failure becomes an error reply in the client's dialect (wire format).
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Protocol
 from urllib.parse import parse_qsl
 
@@ -15,11 +16,11 @@ from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.body_summary import summarize_body
+from emberline.gateway.core.forms import is_form, read_form_fields
 from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.core.options import RequestOptions
-from emberline.gateway.core.paths import COUNT_TOKENS_ENDPOINT, DEFAULT_NAME, RequestTarget, parse_path
+from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget, parse_path
 from emberline.gateway.core.request import (
-    VIRTUAL_PROVIDERS,
     Dialect,
     GatewayReply,
     GatewayRequest,
@@ -28,6 +29,7 @@ from emberline.gateway.core.request import (
 )
 from emberline.gateway.core.request_body import BodyFields, read_body_fields
 from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.unified_endpoints import PROVIDER_HEADER
 from emberline.gateway.error_replies import error_reply
 from emberline.gateway.keys.key_store import is_gateway_key
 from emberline.gateway.logs.request_ids import RequestIDGenerator
@@ -144,14 +146,20 @@ class Gateway:
     async def build_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
         """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
         began = self._clock.now()
-        if inbound.method != "POST" and target.kind != "native":
+        methods = target.unified_endpoint.methods if target.unified_endpoint is not None else ("POST",)
+        if inbound.method not in methods and target.kind != "native":
+            allowed = ", ".join(methods)
             raise MethodNotAllowed(
-                f"{inbound.path[:200]} must be called with POST, not {inbound.method[:20]}", allowed="POST"
+                f"{inbound.path[:200]} must be called with {allowed}, not {inbound.method[:20]}", allowed=allowed
             )
         options = RequestOptions.from_headers(inbound.headers)
+        if target.unified_endpoint is not None and target.unified_endpoint.access != "inference":
+            options = replace(options, skip_cache=True)
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
-        received = _headers_with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
+        received = (
+            headers_with_query_key(inbound.headers, inbound.query) if target.dialect == "gemini" else inbound.headers
+        )
         identity, headers = await self._identify_and_strip_keys(target, received)
         request = GatewayRequest(
             id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
@@ -174,10 +182,11 @@ class Gateway:
             deadline=began + settings.timeouts.total,
             trace_headers={name: headers[name] for name in TRACES if name in headers},
         )
-        if len(request.body) >= LARGE_INPUT_BYTES and target.kind != "universal":
+        if len(request.body) >= LARGE_INPUT_BYTES and target.kind != "universal" and not _has_form(request):
             request.body_summary = await offload.run(len(request.body), summarize_body, request.body)
         await self._set_destination(request, target)
-        if len(request.body) >= LARGE_INPUT_BYTES and request.body_summary is None:  # the body is that of a step
+        if len(request.body) >= LARGE_INPUT_BYTES and request.body_summary is None and not _has_form(request):
+            # the body is that of a step
             request.body_summary = await offload.run(len(request.body), summarize_body, request.body)
         return request
 
@@ -247,27 +256,29 @@ class Gateway:
                     request.steps = steps
             case "native":
                 provider = self._registry.find_provider(target.provider, request.settings)
-                request.dialect = provider.dialect_at(target.endpoint, request.query)
+                if request.method == "POST":
+                    request.dialect = provider.dialect_at(target.endpoint, request.query)
                 fields = _read_request_fields(request) if request.dialect != "raw" else _read_fields_or_empty(request)
                 self._set_body_fields(request, fields)
-                request.model = (
-                    provider.model_from_path(target.endpoint) or request.model
-                )  # the path overrides the body
+                request.model = provider.model_of(target.endpoint, request.model)
                 request.stream = request.stream or provider.is_stream_path(target.endpoint, request.query)
             case _:
                 request.is_dialect_endpoint = True
-                self._set_body_fields(request, _read_request_fields(request))
+                if request.method == "POST" and (request.body or _requires_model(target)):
+                    self._set_body_fields(request, _read_request_fields(request))
                 if target.dialect == "gemini":
                     self._set_gemini_destination(request, target)
-                if not request.model:
+                if request.model:
+                    request.provider, request.model = resolve_model(
+                        request.model, request.settings, require_provider=target.kind == "compat"
+                    )
+                elif _requires_model(target):
                     raise InvalidRequest(
                         "model must be set to a string", param="model", hint="GET /v1/models lists the models"
                     )
-                request.provider, request.model = resolve_model(
-                    request.model, request.settings, require_provider=target.kind == "compat"
-                )
-                if target.endpoint == COUNT_TOKENS_ENDPOINT:
-                    self._check_can_count_tokens(request)
+                else:
+                    request.provider = request.headers.get(PROVIDER_HEADER) or request.settings.default_provider
+                    self._registry.find_provider(request.provider, request.settings)  # not a pool or a route
 
     def _set_gemini_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
         """Set the model and the stream flag from Gemini's path.
@@ -281,23 +292,6 @@ class Gateway:
                 hint="add ?alt=sse to the URL",
             )
         request.model, request.stream, request.query = target.model, target.stream, ""
-
-    def _check_can_count_tokens(self, request: GatewayRequest) -> None:
-        """Raise InvalidRequest unless the provider uses Anthropic's protocol.
-
-        It is the only protocol with the endpoint count_tokens.
-        """
-        if request.provider not in VIRTUAL_PROVIDERS:
-            provider = self._registry.find_provider(request.provider, request.settings)
-            if provider.supports("anthropic", request.model):
-                return
-        raise InvalidRequest(
-            f"count_tokens is not available for {request.provider}/{request.model}: the provider has no such endpoint"[
-                :300
-            ],
-            param="model",
-            hint="use a model of Anthropic or of the engine, or read `usage` in a reply",
-        )
 
     def _set_first_step(self, request: GatewayRequest, first_step: RequestStep, *, is_only_step: bool) -> None:
         """Set the request's provider, model and endpoint to those of its first step.
@@ -325,10 +319,10 @@ class Gateway:
         request.max_output, request.choice_count = fields.max_output, fields.choice_count
 
 
-def _headers_with_query_key(inbound: InboundRequest) -> dict[str, str]:
+def headers_with_query_key(headers: dict[str, str], query: str) -> dict[str, str]:
     """Return the headers. Add the key that Gemini's clients may send as the query parameter `key`."""
-    key = dict(parse_qsl(inbound.query)).get("key")
-    return {**inbound.headers, "x-goog-api-key": key} if key else inbound.headers
+    key = dict(parse_qsl(query)).get("key")
+    return {**headers, "x-goog-api-key": key} if key else headers
 
 
 def _strip_bearer_prefix(credential: str) -> str:
@@ -336,7 +330,17 @@ def _strip_bearer_prefix(credential: str) -> str:
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 
+def _requires_model(target: RequestTarget) -> bool:
+    return target.unified_endpoint is None or target.unified_endpoint.requires_model
+
+
+def _has_form(request: GatewayRequest) -> bool:
+    return is_form(request.headers.get("content-type", ""))
+
+
 def _read_request_fields(request: GatewayRequest) -> BodyFields:
+    if request.dialect == "raw" and _has_form(request):
+        return read_form_fields(request.body, request.headers["content-type"])
     if request.body_summary is None:
         return read_body_fields(request.body)
     if request.body_summary.body_fields is None:
@@ -346,6 +350,6 @@ def _read_request_fields(request: GatewayRequest) -> BodyFields:
 
 def _read_fields_or_empty(request: GatewayRequest) -> BodyFields:
     try:
-        return _read_request_fields(request) if request.body[:1] == b"{" else BodyFields()
+        return _read_request_fields(request) if request.body[:1] == b"{" or _has_form(request) else BodyFields()
     except InvalidRequest:
         return BodyFields()  # a provider's own endpoint may take any body

@@ -6,6 +6,7 @@ providers, budgets, routes and prices of its account. StoreVersionWatch decides 
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 import zlib
 from collections.abc import AsyncIterator, Mapping
@@ -15,16 +16,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from emberline.core.clock import Clock
 from emberline.core.config import read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.schemas import AccountBudget, CustomProvider, RouteVersion, StoredRoute
 from emberline.gateway.core.cost import Price
-from emberline.gateway.core.errors import GatewayNotFound
+from emberline.gateway.core.errors import Conflict, GatewayNotFound
 from emberline.gateway.core.paths import DEFAULT_NAME
 from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.routes.graph import RouteGraph
 from emberline.gateway.settings_checks import check_settings
-from emberline.gateway.store.base import Document, DocumentKind, GatewayStore
+from emberline.gateway.store.base import AuditEntry, Document, DocumentKind, GatewayStore, StoreChange
 from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch
 
 PAGE_SIZE = 500
@@ -144,10 +146,31 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from e
 
 
+async def load_default_gateway(
+    configured: ConfiguredGateways, store: GatewayStore, wall_clock: Clock
+) -> GatewaySettings:
+    """Return the default gateway's own settings: from the configuration file if it defines them, else from the store.
+
+    If neither has them, add a default gateway to the store. The management API can then change it like any other.
+    """
+    name = (DEFAULT_NAME, DEFAULT_NAME)
+    if (settings := configured.get(name)) is not None:
+        return settings
+    if await store.get("gateway", *name) is None:
+        now = round(wall_clock.now() * 1e3)
+        audit = AuditEntry(at=now, account=DEFAULT_NAME, actor="gateway", action="gateway.create", target=DEFAULT_NAME)
+        with contextlib.suppress(Conflict):  # another process has just added it
+            # An empty object: settings that are not stored have the defaults of the running version.
+            await store.commit(StoreChange(audit, put=[Document("gateway", *name, b"{}")]))
+    document = await store.get("gateway", *name)
+    assert document is not None, "the management API does not delete the default gateway"
+    return _read_stored_settings(document)
+
+
 def read_configured_gateways(
     config: Mapping[str, Any], engine: ProviderSettings
 ) -> dict[tuple[str, str], GatewaySettings]:
-    """Return the gateways of the `[gateways.NAME]` tables, and always a default gateway.
+    """Return the gateways of the `[gateways.NAME]` tables, by account and name.
 
     Raise InvalidRequest if a table has an invalid value or names a provider key that cannot be read.
     """
@@ -157,7 +180,7 @@ def read_configured_gateways(
             "gateways in the configuration file must be tables", param="gateways", hint="write [gateways.NAME] tables"
         )
     gateways = {}
-    for name, table in {DEFAULT_NAME: {}, **tables}.items():
+    for name, table in tables.items():
         settings = GatewaySettings.parse({"gateway": name, **table})
         if settings.gateway != name:
             raise InvalidRequest(

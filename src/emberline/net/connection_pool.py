@@ -6,6 +6,7 @@ The caller chooses the server of each request and decides what to do after a fai
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 import sys
@@ -76,18 +77,19 @@ class HTTPConnectionPool:
         timeout_s: float = NO_TIMEOUT_S,
         *,
         checks_address: bool = False,
+        connect_timeout_s: float = math.inf,
     ) -> HTTPClientResponse:
         """Send a request and return the response when its status and headers have arrived.
 
-        The caller must close the response. `origin` is a URL without a path. Raises UpstreamUnreachable,
-        UpstreamTimeout or UpstreamBroken.
+        The caller must close the response. `origin` is a URL without a path. A new connection must be open within
+        `connect_timeout_s` and the pool's own limit. Raises UpstreamUnreachable, UpstreamTimeout or UpstreamBroken.
         """
         target = self._origins.get((origin, checks_address)) or self._add_origin(origin, checks_address)
         head = _encode_request_head(method, path, target.host_header, headers, body)
         deadline = self._loop.time() + timeout_s
         idle = target.take_idle(self._loop.time() - self._idle_timeout_s)
         while True:
-            connection = idle or await self._open_connection(target, timeout_s)
+            connection = idle or await self._open_connection(target, min(timeout_s, connect_timeout_s))
             self._open.add(connection)
             stale_until = self._loop.time() + STALE_RETRY_WINDOW_S
             try:

@@ -28,6 +28,7 @@ td.number, th.number { text-align: right; } td:first-child { min-width: 11rem; }
 .missed { color: var(--bad); } code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
 svg { display: block; width: 100%; max-width: 860px; margin: 1rem 0; padding: .8rem; background: var(--raised);
   border: 1px solid var(--line); border-radius: 12px; box-sizing: border-box; }
+@media (max-width: 45rem) { body { padding: 1rem; } svg { width: 860px; max-width: none; } }
 svg text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
 svg .faint { fill: var(--soft); } svg .title { font-weight: 600; font-size: 13px; }
 svg .good { fill: var(--ember); } svg .bad { fill: var(--bad); opacity: .55; }

@@ -88,8 +88,10 @@ def format_number(value: float) -> str:
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
-    return f"{head}{_text(0, 14, title, 'title')}{''.join(parts)}</svg>"
+    # On a narrow screen, the chart keeps its size and its frame scrolls, because scaled-down texts cannot be read.
+    frame = '<div class="wide" tabindex="0">'
+    head = f'{frame}<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
+    return f"{head}{_text(0, 14, title, 'title')}{''.join(parts)}</svg></div>"
 
 
 def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:

@@ -1,12 +1,10 @@
 /** Generation: fills one answer from a stream of chunks, and measures its latency and speed in this browser. */
 
-import { chat, WireError } from "./wire.js";
+import { WireError } from "./wire.js";
 
 export class Generation {
-  constructor(answer, body, key) {
-    this.answer = answer;
-    this.body = body;
-    this.key = key;
+  constructor(answer, body, endpoint) {
+    Object.assign(this, { answer, body, endpoint });
     this.abort = new AbortController();
     this.pieces = 0; // chunks with text, which are nearly always one token each; an estimate until the usage arrives
   }
@@ -19,7 +17,8 @@ export class Generation {
     const { answer } = this;
     this.started = performance.now();
     try {
-      for await (const chunk of chat(this.body, this.key, this.abort.signal)) {
+      const onreply = (headers) => (answer.details = this.endpoint.readDetails(headers));
+      for await (const chunk of this.endpoint.chat(this.body, this.abort.signal, onreply)) {
         this.take(chunk);
         onchange();
       }
@@ -47,7 +46,8 @@ export class Generation {
     answer.content += delta.content ?? "";
     answer.reasoning += delta.reasoning_content ?? "";
     for (const call of delta.tool_calls ?? []) {
-      const tool = (answer.tools[call.index] ??= { name: "", arguments: "" });
+      const tool = (answer.tools[call.index] ??= { id: "", name: "", arguments: "" });
+      tool.id ||= call.id ?? "";
       tool.name += call.function?.name ?? "";
       tool.arguments += call.function?.arguments ?? "";
     }

@@ -16,13 +16,13 @@ export class Load {
     Object.assign(this, { facts, key, onstate });
     this.samples = [];
     this.charts = [
-      new Chart({ title: "Generated", format: whole, big: true, series: [{ label: "tok/s", tone: "ember", value: (s) => s.generated }] }),
+      new Chart({ title: "Generated", format: whole, big: true, series: [{ label: "tok/s", tone: "plum", value: (s) => s.generated }] }),
       new Chart({ title: "Prompt", format: whole, series: [{ label: "tok/s", tone: "sky", value: (s) => s.prompt }] }),
       new Chart({
         title: "Requests",
         format: whole,
         series: [
-          { label: "running", tone: "ember", value: (s) => s.running },
+          { label: "running", tone: "ok", value: (s) => s.running },
           { label: "waiting", tone: "sand", value: (s) => s.waiting },
         ],
       }),
@@ -31,11 +31,11 @@ export class Load {
         format: percent,
         max: 1,
         series: [
-          { label: "used", tone: "ember", value: (s) => s.kv_usage },
-          { label: "cached", tone: "sage", value: share("blocks_cached") },
+          { label: "used", tone: "plum", value: (s) => s.kv_usage },
+          { label: "cached", tone: "sky", value: share("blocks_cached") },
         ],
       }),
-      new Chart({ title: "Prefix hits", format: percent, max: 1, series: [{ label: "", tone: "sage", value: (s) => s.hitRate }] }),
+      new Chart({ title: "Prefix hits", format: percent, max: 1, series: [{ label: "of prompts", tone: "sky", value: (s) => s.hitRate }] }),
     ];
     root.append(...this.charts.map((chart) => chart.node));
   }

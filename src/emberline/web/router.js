@@ -2,6 +2,7 @@
 
 import { Chart, WINDOW } from "./chart.js";
 import { element } from "./dom.js";
+import { wireTheme } from "./theme.js";
 
 const POLL_MS = 1000;
 const KEY = "emberline-router-key"; // in the session storage
@@ -29,20 +30,21 @@ class Page {
     this.cards = new Map();
     const one = (title, format, value, tone, label, more = {}) => new Chart({ title, format, series: [{ label, tone, value }], ...more });
     this.charts = [
-      one("Requests", whole, (s) => s.rate, "ember", "/s"),
+      one("Requests", whole, (s) => s.rate, "ok", "/s"),
       new Chart({
         title: "Tokens in flight",
         format: whole,
         series: [
           { label: "prompt", tone: "sky", value: (s) => s.prefill },
-          { label: "decode", tone: "ember", value: (s) => s.decode },
+          { label: "decode", tone: "plum", value: (s) => s.decode },
         ],
       }),
-      one("Generated", whole, (s) => s.generated, "ember", "tok/s"),
-      one("Cache hits", percent, (s) => s.hits, "sage", "of prompts", { max: 1 }),
+      one("Generated", whole, (s) => s.generated, "plum", "tok/s"),
+      one("Cache hits", percent, (s) => s.hits, "ok", "of prompts", { max: 1 }),
       one("KV transferred", bytes, (s) => s.moved, "sky", "/s"),
-      one("Errors", whole, (s) => s.errors, "sand", "/s"),
+      one("Errors", whole, (s) => s.errors, "fail", "/s"),
     ];
+    $("key-form").addEventListener("submit", (event) => this.useKey(event));
     $("charts").append(...this.charts.map((chart) => chart.node));
   }
 
@@ -55,11 +57,12 @@ class Page {
 
   async poll() {
     let status = null;
+    this.isLocked = false;
     try {
       const key = sessionStorage.getItem(KEY); // a secret: kept only until the tab is closed
       const reply = await fetch("cluster/status", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
       if (reply.ok) status = await reply.json();
-      if (reply.status === 401) this.askForKey();
+      this.showKeyForm(reply.status === 401, Boolean(key));
     } catch {
       // shown as offline below
     }
@@ -70,12 +73,17 @@ class Page {
     this.show(status);
   }
 
-  /** Ask for the key once per page load; without it the router is shown as offline. */
-  askForKey() {
-    if (this.hasAskedForKey) return;
-    this.hasAskedForKey = true;
-    const key = window.prompt("API key or cluster key of this router");
-    if (key) sessionStorage.setItem(KEY, key.trim());
+  /** Show the form for the key while the router asks for one. `isWrong`: it does not accept the key of the form. */
+  showKeyForm(isShown, isWrong) {
+    this.isLocked = isShown;
+    $("key-form").hidden = !isShown;
+    $("key-error").hidden = !isWrong;
+  }
+
+  useKey(event) {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, $("key-form").key.value.trim());
+    this.poll();
   }
 
   /** Return gauges, and rates from differences of counters: null if unknown, and never negative after a restart of a
@@ -109,7 +117,7 @@ class Page {
   show(status) {
     const ready = status ? status.workers.filter((worker) => worker.health === "ready").length : 0;
     $("state").dataset.state = !status ? "offline" : ready ? "ready" : "waiting";
-    $("state").textContent = !status ? "the router does not respond" : `${ready} of ${status.workers.length} ready`;
+    $("state").textContent = this.isLocked ? "locked" : !status ? "the router does not respond" : `${ready} of ${status.workers.length} ready`;
     document.documentElement.dataset.busy = String(Boolean(status?.open_requests));
     document.documentElement.style.setProperty("--heat", status?.open_requests ? 1 : 0);
     if (!status) return;
@@ -183,7 +191,7 @@ class Card {
         fact("KV cache used", percent(worker.kv_usage)),
         fact("prefix cache hits", hits === null ? "–" : percent(hits)),
         fact("answered", worker.answered),
-        fact("failed", worker.failed, worker.failed > 0),
+        fact(worker.failed ? "✕ failed" : "failed", worker.failed, worker.failed > 0),
         ...this.transferFacts(worker),
         fact("last heartbeat", `${worker.seconds_since_beat.toFixed(1)} s ago`, worker.health === "lost"),
       ].flat(),
@@ -206,4 +214,5 @@ class Card {
 const fact = (label, value, bad = false) =>
   element("div", {}, element("dt", {}, label), element("dd", { className: bad ? "bad" : "" }, String(value)));
 
+wireTheme($("theme"));
 new Page().run();

@@ -1,20 +1,73 @@
 /** Settings: the form, stored in the browser, and the request fields it sets. A blank field means the server's default. */
 
-const KEY = "emberline.settings";
+import { element } from "./dom.js";
+import { EXAMPLE_TOOLS } from "./tools.js";
+
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const JSON_FIELDS = { schema: "The JSON schema", tools: "The list of tools" };
 
 export class Settings {
-  constructor(form, storage, session) {
-    Object.assign(this, { form, storage, session });
-    this.invalid = form.querySelector(".invalid");
+  /** `storageKey`: name in both storages. `modelInput`: a select or a text input. `fields`: further labels of the form. */
+  constructor({ storage, session, storageKey, modelInput, fields = [] }) {
+    Object.assign(this, { storage, session, storageKey });
+    this.modelNote = element("small", { id: "model-note" });
+    this.invalid = element("p", { className: "wide invalid", id: "settings-error", role: "alert", hidden: true });
+    this.form = element(
+      "form",
+      { id: "settings", ariaLabel: "Settings", autocomplete: "off" },
+      ...this.build(modelInput, fields),
+    );
+    this.models = [];
     this.restore();
-    form.addEventListener("input", () => this.changed());
-    form.addEventListener("reset", () => setTimeout(() => this.changed())); // after the browser has reset the fields
-    form.addEventListener("submit", (event) => event.preventDefault());
+    this.form.addEventListener("input", () => this.changed());
+    this.form.addEventListener("reset", () => setTimeout(() => this.changed())); // after the browser has reset the fields
+    this.form.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  get key() {
-    return this.form.key.value.trim();
+  build(modelInput, fields) {
+    modelInput.name = "model";
+    modelInput.addEventListener("input", () => this.describeModel());
+    const label = (text, input, className = "") => element("label", { className }, text, input);
+    const area = (name, rows, placeholder) =>
+      element("textarea", { name, rows, placeholder, spellcheck: name === "system" });
+    const number = (name, text, more) => label(text, element("input", { name, type: "number", step: "1", ...more }));
+    const slider = (name, text, min, max, value) =>
+      element(
+        "label",
+        { className: "wide slide" },
+        text,
+        element("output"),
+        element("input", { name, type: "range", min, max, step: "0.05", defaultValue: value }),
+      );
+    const title = element("h2", {}, "Settings ", element("button", { className: "link", type: "reset" }, "reset"));
+    return [
+      title,
+      element("label", { className: "wide" }, "Model", modelInput, this.modelNote),
+      ...fields,
+      label("System prompt", area("system", 2, "None"), "wide"),
+      slider("temperature", "Temperature", "0", "2", "0.7"),
+      slider("top_p", "Top-p", "0.05", "1", "0.95"),
+      number("top_k", "Top-k", { min: "0", max: "2147483647", placeholder: "off" }),
+      number("max_tokens", "Max tokens", { min: "1", max: "2147483647", defaultValue: "512", placeholder: "no limit" }),
+      number("seed", "Seed", { min: "0", max: "9007199254740991", placeholder: "random" }),
+      label("JSON schema, which the answer must match", area("schema", 3, '{"type": "object", …}'), "wide"),
+      element(
+        "label",
+        { className: "wide check" },
+        element("input", { type: "checkbox", name: "example_tools" }),
+        "Example tools: a calculator and a clock, run in this browser",
+      ),
+      label(
+        "Own tools, whose results you enter",
+        area("tools", 3, '[{"type": "function", "function": {"name": …}}]'),
+        "wide",
+      ),
+      this.invalid,
+    ];
+  }
+
+  value(name) {
+    return this.form.elements[name]?.value.trim() ?? "";
   }
 
   get system() {
@@ -22,12 +75,30 @@ export class Settings {
   }
 
   get model() {
-    return this.form.model.value;
+    return this.value("model");
   }
 
+  /** `models`: entries of /v1/models. */
   setModels(models) {
-    const selected = this.model || this.stored?.model;
-    this.form.model.replaceChildren(...models.map((name) => new Option(name, name, false, name === selected)));
+    this.models = models;
+    const selected = this.model || this.stored.model;
+    const input = this.form.model;
+    const options = models.map(
+      (entry) =>
+        new Option(input.tagName === "SELECT" ? optionText(entry) : entry.id, entry.id, false, entry.id === selected),
+    );
+    if (input.tagName === "SELECT") input.replaceChildren(...options);
+    else {
+      input.list.replaceChildren(...options);
+      if (document.activeElement !== input) input.value ||= selected || (models[0]?.id ?? ""); // not while the user types
+    }
+    this.describeModel();
+  }
+
+  describeModel() {
+    const found = this.models.find(({ id }) => id === this.model);
+    this.modelNote.textContent = describe(found);
+    this.applyDefaults(found?.default_sampling_params ?? {});
   }
 
   /** Make the model's sampling defaults the form's defaults; fields that the user changed keep their value. */
@@ -42,16 +113,39 @@ export class Settings {
     this.changed();
   }
 
-  /** Show which field is invalid. */
-  reportInvalid() {
-    if (this.form.reportValidity()) this.form.schema.focus();
+  /** Return why the settings cannot be used, as { field, message }, or null. */
+  problem() {
+    for (const [name, title] of Object.entries(JSON_FIELDS)) {
+      try {
+        const value = JSON.parse(this.value(name) || "null");
+        if (name === "tools" && value !== null && !Array.isArray(value))
+          return { field: name, message: `${title} must be a JSON list.` };
+      } catch (error) {
+        return { field: name, message: `${title} is not valid JSON: ${error.message}` };
+      }
+    }
+    const field = [...this.form.elements].find((input) => input.name && !input.checkValidity());
+    return field ? { field: field.name, message: `${field.name}: ${field.validationMessage}` } : null;
   }
 
-  /** Return the fields of a chat completion request, or null while a field is invalid. */
+  /** Move to an invalid field. */
+  reportInvalid({ field }) {
+    const input = this.form.elements[field];
+    input.scrollIntoView({ block: "center" });
+    if (this.form.reportValidity()) input.focus();
+  }
+
+  /** Return the fields of a chat completion request. There must be no problem. */
   request() {
-    const format = this.format();
-    if (format === null || !this.form.checkValidity()) return null;
-    const body = { model: this.model, ...format };
+    const body = { model: this.model };
+    const schema = JSON.parse(this.value("schema") || "null");
+    if (schema !== null)
+      body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+    const tools = [
+      ...(this.form.example_tools.checked ? EXAMPLE_TOOLS : []),
+      ...JSON.parse(this.value("tools") || "[]"),
+    ];
+    if (tools.length) body.tools = tools;
     for (const name of NUMBERS) {
       const text = this.form[name].value;
       if (text !== "") body[name] = Number(text);
@@ -59,43 +153,64 @@ export class Settings {
     return body;
   }
 
-  /** Return the response_format for the schema box: {} if it is empty, null if it is not JSON. */
-  format() {
-    const text = this.form.schema.value.trim();
-    if (!text) return {};
-    try {
-      const schema = JSON.parse(text);
-      return { response_format: { type: "json_schema", json_schema: { name: "answer", strict: true, schema } } };
-    } catch {
-      return null;
-    }
-  }
-
   changed() {
     for (const slider of this.form.querySelectorAll("[type=range]")) {
       slider.parentElement.querySelector("output").value = Number(slider.value).toFixed(2);
       slider.style.setProperty("--fill", (slider.value - slider.min) / (slider.max - slider.min));
     }
-    const invalid = this.format() === null;
-    this.invalid.hidden = !invalid;
-    this.invalid.textContent = invalid ? "This is not valid JSON." : "";
-    this.form.schema.ariaInvalid = String(invalid);
+    const found = this.problem();
+    const problem = found && this.form.elements[found.field].value ? found : null; // a required field may still be empty
+    this.invalid.hidden = problem === null;
+    this.invalid.textContent = problem?.message ?? "";
+    for (const name of Object.keys(JSON_FIELDS)) this.form.elements[name].ariaInvalid = String(problem?.field === name);
+    const place = problem && this.form.elements[problem.field].closest("label");
+    if (place && place.nextSibling !== this.invalid) place.after(this.invalid); // beside the field
     const { key, ...stored } = Object.fromEntries(new FormData(this.form));
-    this.storage.setItem(KEY, JSON.stringify(stored));
-    this.session.setItem(KEY, key); // a secret: kept only until the tab is closed
+    this.storage.setItem(this.storageKey, JSON.stringify(stored));
+    if (key !== undefined) this.session.setItem(this.storageKey, key); // a secret: kept only until the tab is closed
   }
 
   restore() {
     try {
-      this.stored = JSON.parse(this.storage.getItem(KEY)) ?? {};
+      this.stored = JSON.parse(this.storage.getItem(this.storageKey)) ?? {};
     } catch {
       this.stored = {};
     }
-    const values = { ...this.stored, key: this.session.getItem(KEY) ?? "" };
+    const values = { ...this.stored, key: this.session.getItem(this.storageKey) ?? "" };
     for (const [name, value] of Object.entries(values)) {
-      if (name !== "model" && this.form.elements[name]) this.form.elements[name].value = value;
+      const field = this.form.elements[name];
+      if (!field || field.tagName === "SELECT") continue;
+      if (field.type === "checkbox") field.checked = value === "on";
+      else field.value = value;
     }
     this.changed();
     this.stored.model ??= "";
   }
+}
+
+/** Return the number of parameters of a model, which most names contain; null if it is not known. */
+function countParameters({ id, parameters }) {
+  const named = /(?:^|[^\w.])(\d+(?:\.\d+)?)\s*([bm])(?:[^\w]|$)/i.exec(id);
+  return parameters ?? (named ? Number(named[1]) * (named[2].toLowerCase() === "b" ? 1e9 : 1e6) : null);
+}
+
+function optionText(entry) {
+  const count = countParameters(entry);
+  const size = count && (count >= 1e9 ? `${Number((count / 1e9).toPrecision(3))}B` : `${Math.round(count / 1e6)}M`);
+  const context = entry.max_model_len && `${Math.round(entry.max_model_len / 1024)}k context`;
+  const facts = [size, context].filter(Boolean).join(", ");
+  return facts ? `${entry.id} (${facts})` : entry.id;
+}
+
+/** Return the size and the context of a model, as far as they are known: "600 million parameters, context 32,768 tokens". */
+function describe(entry) {
+  if (!entry) return "";
+  const count = countParameters(entry);
+  const size =
+    count &&
+    (count >= 1e9
+      ? `${Number((count / 1e9).toPrecision(3))} billion parameters`
+      : `${Math.round(count / 1e6)} million parameters`);
+  const context = entry.max_model_len ? `context ${entry.max_model_len.toLocaleString("en-US")} tokens` : "";
+  return [size, context].filter(Boolean).join(", ");
 }

@@ -23,35 +23,50 @@ const TITLES = {
   429: "The server is busy",
 };
 
-/** Return the names of chat models. Only Emberline servers report the kind of a model. */
-export const models = async (key) => (await getJSON("v1/models", key)).data.filter(({ kind = "chat" }) => kind === "chat").map(({ id }) => id);
-export const samplingDefaults = async (key, model) =>
-  (await getJSON("v1/models", key)).data.find(({ id }) => id === model)?.default_sampling_params ?? {};
-export const stats = (key) => getJSON("stats", key);
+export const stats = (key) => getJSON("stats", bearer(key));
 
-/** Yield the chunks of one streamed chat completion. Leaving the loop or aborting the signal cancels the request. */
-export async function* chat(body, key, signal) {
-  const request = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await send("v1/chat/completions", key, { method: "POST", body: JSON.stringify(request), signal });
-  for await (const data of events(response.body, signal)) {
-    if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw failure(chunk.error);
-    yield chunk;
+export const bearer = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/** Where chats are sent. */
+export class Endpoint {
+  /** `headers()` returns the headers of a request; `readDetails(headers)` returns what a reply's headers contain, as JSON. */
+  constructor({ prefix = "v1", headers, readDetails = () => null }) {
+    Object.assign(this, { prefix, headers, readDetails });
   }
-  throw connectionLost();
+
+  /** Return [{ id, max_model_len, default_sampling_params, ... }] of chat models. Only Emberline servers report the kind of a model. */
+  async models() {
+    return (await getJSON(`${this.prefix}/models`, this.headers())).data.filter(({ kind = "chat" }) => kind === "chat");
+  }
+
+  /** Yield the chunks of one streamed chat completion. Leaving the loop or aborting the signal cancels the request. */
+  async *chat(body, signal, onreply) {
+    const request = { ...body, stream: true, stream_options: { include_usage: true } };
+    const response = await send(`${this.prefix}/chat/completions`, this.headers(), {
+      method: "POST",
+      body: JSON.stringify(request),
+      signal,
+    });
+    onreply(response.headers);
+    let ended = false;
+    for await (const data of events(response.body, signal)) {
+      if ((ended ||= data === "[DONE]")) continue; // read to the end: leaving earlier would be logged as a disconnect
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw failure(chunk.error);
+      yield chunk;
+    }
+    if (!ended) throw connectionLost();
+  }
 }
 
-async function getJSON(path, key) {
-  return (await send(path, key, { cache: "no-store", signal: AbortSignal.timeout(5000) })).json();
+async function getJSON(path, headers) {
+  return (await send(path, headers, { cache: "no-store", signal: AbortSignal.timeout(5000) })).json();
 }
 
-async function send(path, key, options) {
-  const headers = { "Content-Type": "application/json" };
-  if (key) headers.Authorization = `Bearer ${key}`;
+async function send(path, headers, options) {
   let response;
   try {
-    response = await fetch(path, { headers, ...options });
+    response = await fetch(path, { headers: { "Content-Type": "application/json", ...headers }, ...options });
   } catch (error) {
     if (options.signal?.aborted) throw error;
     throw new WireError("The server does not respond", "Check that it is running, or start it with: emberline serve");
@@ -87,7 +102,11 @@ export async function* events(stream, signal) {
 function failure(error, status = 0, retryAfter = null) {
   const field = error.param ? `: ${error.param}` : "";
   const details = { status, param: error.param, retryAfter: retryAfter === null ? null : Number(retryAfter) || null };
-  return new WireError(`${TITLES[error.code] ?? TITLES[status] ?? "Server error"}${field}`, error.message ?? "The server gave no reason.", details);
+  return new WireError(
+    `${TITLES[error.code] ?? TITLES[status] ?? "Server error"}${field}`,
+    error.message ?? "The server gave no reason.",
+    details,
+  );
 }
 
 const connectionLost = () => new WireError("The connection was lost", "The answer above is incomplete.");

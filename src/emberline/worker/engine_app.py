@@ -237,6 +237,7 @@ class EngineApp:
                 "engine_state": engine.state.value,
                 "engine_restarts": engine.restarts,
                 "uptime_seconds": time.time() - self._start_time,
+                "dashboard": self._config.dashboard,
                 "kv_usage": s.kv_usage,
                 "open_requests": engine.num_open_submissions,
                 "ranks": {name: info.ranks for name, info in engine.model_info.items() if info.ranks},

@@ -34,17 +34,19 @@ class AdminContext:
         *,
         configured: Mapping[tuple[str, str], GatewaySettings] | None = None,
         allow_private: bool = False,
+        engine_url: str = "",
     ) -> None:
         """Create the context that all endpoints share.
 
         `configured`: gateways of the configuration file, by account and name. The API cannot change them.
-        `allow_private`: custom providers may be at private IP addresses.
+        `allow_private`: custom providers may be at private IP addresses. `engine_url`: address of the local engine.
         """
         self.store = store
         self.vault = vault
         self.limiter = limiter
         self.configured = dict(configured or {})
         self.allow_private = allow_private
+        self.engine_url = engine_url
         self._wall_clock = wall_clock
 
     def now_ms(self) -> int:

@@ -74,7 +74,7 @@ class BudgetUsageEndpoints:
             decode_json(each.body, AccountBudget) for each in await self._context.list_all_documents("budget", account)
         ]
         return {
-            name: [*LimitRule.parse(settings.budgets, "micros"), *_budget_rules_for_gateway(budgets, name)]
+            name: [*LimitRule.parse(settings.budgets, "micros", "budgets"), *_budget_rules_for_gateway(budgets, name)]
             for name, settings in found.items()
         }
 

@@ -64,7 +64,7 @@ class CatalogueEndpoints:
             {
                 slug: KnownProvider(
                     slug=slug,
-                    base_url=known.base_url,
+                    base_url=(slug == "emberline" and self._context.engine_url) or known.base_url,
                     needs_key=known.needs_key,
                     has_key=slug in keys,
                     speaks=sorted(known.paths),

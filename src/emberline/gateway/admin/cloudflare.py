@@ -155,13 +155,15 @@ class CloudflareEndpoints:
     # Gateways
 
     async def list_gateways(self, request: AdminRequest) -> PagedResult:
-        stored = [
-            self._gateways.to_view(each) for each in await self._context.list_all_documents("gateway", request.account)
-        ]
         configured = [
             StoredView(id=name, version=0, updated=0, value=settings)
             for (account, name), settings in self._context.configured.items()
             if account == request.account
+        ]
+        stored = [
+            self._gateways.to_view(each)
+            for each in await self._context.list_all_documents("gateway", request.account)
+            if (request.account, each.id) not in self._context.configured
         ]
         search = request.query.get("search", "")
         return select_page(request, [build_gateway_view(each) for each in (*configured, *stored) if search in each.id])

@@ -42,14 +42,13 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
 
     async def list(self, request: AdminRequest) -> Listing:
         found = await super().list(request)
-        if "after" in request.query:
-            return found
-        configured = [
-            _build_configured_view(name, settings)
+        configured = {
+            name: _build_configured_view(name, settings)
             for (account, name), settings in self._context.configured.items()
             if account == request.account
-        ]
-        return Listing([*configured, *found.items], found.next)
+        }
+        stored = [view for view in found.items if view.id not in configured]  # the configuration file overrides these
+        return Listing(stored if "after" in request.query else [*configured.values(), *stored], found.next)
 
     async def get(self, request: AdminRequest) -> StoredView:
         settings = self._context.configured.get((request.account, self.document_id(request)))
@@ -64,7 +63,11 @@ class GatewayEndpoints(DocumentEndpoints[GatewaySettings]):
         return await super().patch(request)
 
     async def delete(self, request: AdminRequest) -> dict[str, Any]:
-        self._name_if_changeable(request)
+        if self._name_if_changeable(request) == request.account == DEFAULT_NAME:
+            raise Conflict(
+                "the default gateway of the account 'default' cannot be deleted",
+                hint="replace it with {} (PUT) to restore its default settings",
+            )
         return await super().delete(request)
 
     def _name_if_changeable(self, request: AdminRequest) -> str:

@@ -18,6 +18,7 @@ from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.core.request_body import canonicalize_body
 
 TURN_FIELDS = {"openai-chat": "messages", "anthropic": "messages", "openai-responses": "input", "gemini": "contents"}
+EXACT_ACTIONS = (":countTokens", ":embedContent", ":batchEmbedContents")  # whose replies depend on every word
 TEXT_PART_TYPES = ("text", "input_text")  # of parts that contain only text
 MAX_QUESTION_CHARS = 2000  # about what an embedder reads; longer texts are hardly ever repeated
 NEGATION = re.compile(r"\b(?:not|no|never|none|without|except|un\w{3,}|dis\w{3,})\b|n['\u2019]t\b", re.IGNORECASE)
@@ -33,7 +34,12 @@ class UserQuestion:
     def from_call(call: GatewayRequest) -> UserQuestion | None:
         """Return the request's question, or None if the last message is not a user message with only text."""
         field = TURN_FIELDS.get(call.dialect)
-        if field is None or call.options.cache_key is not None or not canonicalize_body(call.body).startswith(b"json:"):
+        if (
+            call.endpoint.endswith(EXACT_ACTIONS)
+            or field is None
+            or call.options.cache_key is not None
+            or not canonicalize_body(call.body).startswith(b"json:")
+        ):
             return None
         body = msgspec.json.decode(call.body)
         turns = body.get(field) if isinstance(body, dict) else None

@@ -34,6 +34,14 @@ class Identity:
     def may_use_gateway(self, account: str, gateway: str) -> bool:
         return self.can_use_models and _matches_any(account, (self.account,)) and _matches_any(gateway, self.gateways)
 
+    def may_use_provider(self, provider: str) -> bool:
+        """Return whether the key may use at least some models of this provider."""
+        prefixes = (pattern.partition("/")[0] for pattern in self.allowed_models)
+        has_model = any("/" not in pattern for pattern in self.allowed_models) or any(
+            fnmatchcase(provider, prefix) for prefix in prefixes
+        )
+        return _matches_any(provider, self.allowed_providers) and has_model
+
     def may_use_model(self, provider: str, model: str) -> bool:
         return allows_model(self.allowed_providers, self.allowed_models, provider, model)
 

@@ -12,26 +12,22 @@ from urllib.parse import unquote
 
 import msgspec
 
-from emberline.core.errors import InvalidRequest, NotFound
+from emberline.core.errors import EmberlineError, InvalidRequest, NotFound
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.core.request_body import MAX_MODEL_NAME_CHARS
+from emberline.gateway.core.unified_endpoints import RESERVED_SEGMENTS, UnifiedEndpoint, find_unified_endpoint
 
 PathKind = Literal["plain", "native", "compat", "universal"]
 DEFAULT_NAME = "default"
 MAX_DECODINGS = 4  # levels of percent-encoding within percent-encoding
-COUNT_TOKENS_ENDPOINT = "messages/count_tokens"
 ARN_PROVIDER = "aws-bedrock"  # its clients name models by ARNs with encoded slashes
 
-GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # action -> whether it streams
-
-# Endpoint under /v1 (and under /ai/v1 and /compat) -> dialect. The model's name decides the provider.
-DIALECT_ENDPOINTS: dict[str, Dialect] = {
-    "chat/completions": "openai-chat",
-    "responses": "openai-responses",
-    "embeddings": "openai-embeddings",
-    "messages": "anthropic",
-    "completions": "raw",
-    COUNT_TOKENS_ENDPOINT: "raw",
+GEMINI_ACTIONS = {  # action -> whether it streams
+    ":generateContent": False,
+    ":streamGenerateContent": True,
+    ":countTokens": False,
+    ":embedContent": False,
+    ":batchEmbedContents": False,
 }
 
 
@@ -44,6 +40,11 @@ class RequestTarget(msgspec.Struct, frozen=True):
     dialect: Dialect = "raw"  # of a native path: the provider decides
     model: str = ""  # only if the path has it, as in Gemini's protocol
     stream: bool = False  # only if the path has it
+
+    @property
+    def unified_endpoint(self) -> UnifiedEndpoint | None:
+        """The endpoint of a plain or compat path of OpenAI's or Anthropic's API, else None."""
+        return find_unified_endpoint(self.endpoint) if self.kind in ("plain", "compat") else None
 
 
 def parse_path(path: str) -> RequestTarget:
@@ -58,20 +59,24 @@ def parse_path(path: str) -> RequestTarget:
         native = segments[0] == "v1" and segments[3:4] == [ARN_PROVIDER]
         check_path(plain, segments[4:] if native else ())
     match plain.strip("/").split("/"):
-        case ["v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _make_plain_target("/".join(rest))
-        case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _make_plain_target("/".join(rest), account)
-        case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
-            return _make_plain_target("/".join(rest), account)
+        case ["v1", *rest] if (unified := find_unified_endpoint("/".join(rest))) is not None:
+            return _make_unified_target("plain", unified, rest)
+        case ["client", "v4", "accounts", account, "ai", "v1", *rest] | ["accounts", account, "ai", "v1", *rest]:
+            if (unified := find_unified_endpoint("/".join(rest))) is not None:
+                return _make_unified_target("plain", unified, rest, account)
         case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
             return _make_gemini_target(version, "/".join(rest))
+        case ["v1", segment, *_] if segment in RESERVED_SEGMENTS:
+            raise NotFound(
+                f"the gateway has no unified endpoint {path[:200]!r}",
+                hint="use the provider's own path: /v1/ACCOUNT/GATEWAY/PROVIDER/...",
+            )
         case ["v1", account, gateway]:
             return RequestTarget("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
-            endpoint = "/".join(rest[1:] if rest[:1] == ["v1"] else rest)
-            if endpoint in DIALECT_ENDPOINTS:
-                return RequestTarget("compat", account, gateway, "", endpoint, DIALECT_ENDPOINTS[endpoint])
+            rest = rest[1:] if rest[:1] == ["v1"] else rest
+            if (unified := find_unified_endpoint("/".join(rest))) is not None:
+                return _make_unified_target("compat", unified, rest, account, gateway)
         case ["v1", account, gateway, provider, *rest] if rest:
             return RequestTarget("native", account, gateway, provider, "/".join(rest))
     raise NotFound(
@@ -81,14 +86,13 @@ def parse_path(path: str) -> RequestTarget:
     )
 
 
-def is_native_path(path: str) -> bool:
-    """Return whether the path is a provider's own endpoint, which accepts bodies of any type."""
-    match path.split("?")[0].strip("/").split("/"):
-        case ["v1", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
-            return False
-        case ["v1", _, _, provider, _, *_]:
-            return provider != "compat"
-    return False
+def accepts_any_content_type(path: str) -> bool:
+    """Return whether bodies at a path may be other than JSON: forms, audio, whatever a provider's own path takes."""
+    try:
+        target = parse_path(path)
+    except EmberlineError:
+        return False
+    return target.kind == "native" or (target.unified_endpoint is not None and target.unified_endpoint.accepts_form)
 
 
 def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
@@ -97,7 +101,7 @@ def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
     The name is empty if the path lists all models.
     """
     match path.strip("/").split("/"):
-        case ["v1", "models", *name]:
+        case ["v1" | "v1beta", "models", *name]:
             return RequestTarget("plain"), "/".join(name)
         case ["client", "v4", "accounts", account, "ai", "v1", "models", *name]:
             return RequestTarget("plain", account), "/".join(name)
@@ -158,5 +162,7 @@ def _make_gemini_target(version: str, path_rest: str) -> RequestTarget:
     )
 
 
-def _make_plain_target(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
-    return RequestTarget("plain", account, None, "", endpoint, DIALECT_ENDPOINTS[endpoint])
+def _make_unified_target(
+    kind: PathKind, unified: UnifiedEndpoint, rest: list[str], account: str = DEFAULT_NAME, gateway: str | None = None
+) -> RequestTarget:
+    return RequestTarget(kind, account, gateway, "", "/".join(rest), unified.dialect)

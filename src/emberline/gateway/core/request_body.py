@@ -20,6 +20,7 @@ class BodyFields(msgspec.Struct):
     """
 
     model: Any = None
+    models: Any = None  # OpenRouter's list of further models
     stream: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -71,12 +72,17 @@ def read_body_fields(body: bytes) -> BodyFields:
             f"the body must be a JSON object: {e}", hint='send an object such as {"model": "NAME", ...}'
         ) from e
     check_duplicate_keys(body)
-    if isinstance(found.model, str) and len(found.model) > MAX_MODEL_NAME_CHARS:
+    check_model_name(found)
+    return found
+
+
+def check_model_name(fields: BodyFields) -> None:
+    """Raise InvalidRequest if the name of the model is too long."""
+    if isinstance(fields.model, str) and len(fields.model) > MAX_MODEL_NAME_CHARS:
         raise InvalidRequest(
-            f"model must have at most {MAX_MODEL_NAME_CHARS} characters, not {len(found.model)}",
+            f"model must have at most {MAX_MODEL_NAME_CHARS} characters, not {len(fields.model)}",
             param="model",
         )
-    return found
 
 
 def check_duplicate_keys(body: bytes) -> None:

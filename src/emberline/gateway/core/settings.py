@@ -35,7 +35,7 @@ class RetrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timeouts of a request, in seconds."""
 
-    connect: float = 5.0
+    connect: float = 5.0  # until the connection is open, with TLS; for realtime sessions, first_byte includes it
     first_byte: float = 60.0  # until a stream's first content; a client can set its own timeout, also for other replies
     between_events: float = 60.0  # between two events of a stream; for other replies, until the whole body has arrived
     total: float = 600.0  # for a whole request

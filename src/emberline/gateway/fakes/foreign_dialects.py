@@ -189,6 +189,21 @@ class FakeGoogleTokenReply(FakeReply):
         return sse.dumps({"access_token": "ya29.a-token", "expires_in": 3599, "token_type": "Bearer"})
 
 
+def make_count_or_embeddings(path: str, request: Json) -> Json | None:
+    """Return the reply of an endpoint that counts tokens or computes embeddings in Gemini's format, else None."""
+    bare = path.partition("?")[0]
+    vector = {"values": [0.25, -0.5]}
+    if bare.endswith("/messages/count_tokens"):
+        return {"input_tokens": 12}
+    if bare.endswith(":countTokens"):
+        return {"totalTokens": 13}
+    if bare.endswith(":embedContent"):
+        return {"embedding": vector}
+    if bare.endswith(":batchEmbedContents"):
+        return {"embeddings": [vector for _ in request["requests"]]}
+    return None
+
+
 def make_reply(path: str, host: str, request: Json, word_count: int) -> FakeReply:
     """Return the fake reply to a request at this path.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.fakes.foreign_dialects import make_reply
+from emberline.gateway.fakes.foreign_dialects import make_count_or_embeddings, make_reply
+from emberline.gateway.fakes.openai_account import FakeOpenAIAccount
 from emberline.gateway.fakes.reply import FakeReply
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
@@ -49,7 +50,7 @@ class ReceivedRequest:
 
     @property
     def json(self) -> dict[str, Any]:
-        form = self.headers.get("content-type", "").startswith("application/x-www-form-urlencoded")
+        form = self.headers.get("content-type", "").startswith(("application/x-www-form-urlencoded", "multipart/"))
         return msgspec.json.decode(self.body) if self.body and not form else {}
 
 
@@ -77,6 +78,7 @@ class FakeProvider:
     running: int = 0
     gone: int = 0  # clients that disconnected before the end
     max_kept_requests: int = 64
+    account: FakeOpenAIAccount = field(default_factory=FakeOpenAIAccount)
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeProvider:
         self._server = await asyncio.start_server(self._serve_connection, host, port, limit=1 << 24, backlog=1024)
@@ -162,8 +164,17 @@ class FakeProvider:
         """Send the reply, with the fault if there is one. Return whether the connection can be reused."""
         if fault == "silent":
             await asyncio.sleep(FOREVER_S)
+        kind = request.headers.get("content-type", "")
+        if not fault and (found := self.account.answer(request.method, request.path, request.body, kind)) is not None:
+            await _send_response(writer, found.status, found.content_type, found.body)
+            return True
+        if not fault and (fields := make_count_or_embeddings(request.path, request.json)) is not None:
+            await _send_response(writer, 200, "application/json", msgspec.json.encode(fields))
+            return True
         reply = make_reply(request.path, request.headers.get("host", ""), request.json, self.words)
         reply.set_text(self.text)
+        if request.path.partition("?")[0].endswith("v1/responses"):
+            self.account.add_response(reply, request.json)
         reply.always_sends_usage = self.always_sends_usage
         if fault in ("401", "429", "500", "503"):
             more = f"retry-after: {self.retry_after}\r\n" if fault == "503" else ""

@@ -44,6 +44,8 @@ class FakeReply:
         self._tool = _first_tool_name(request.get("tools"))
         self._includes_usage = bool((request.get("stream_options") or {}).get("include_usage"))
         self.always_sends_usage = False
+        self.response_id = "resp_fake"
+        self.response_fields: dict[str, Any] = {}  # fields of the request that a response repeats
         self._input = 11
         self.content_type = "text/event-stream" if self.stream else "application/json"
 
@@ -107,6 +109,10 @@ class FakeReply:
         head = {"id": "msg_fake", "type": "message", "role": "assistant", "model": self._model, "content": []}
         return {**head, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
+    def make_response_object(self) -> dict[str, Any]:
+        """Return the complete response, as the Responses API stores it."""
+        return self._responses_object("completed")
+
     def _responses_object(self, status: str) -> dict[str, Any]:
         done = status == "completed"
         part = {"type": "output_text", "text": self.text, "annotations": []}
@@ -114,9 +120,20 @@ class FakeReply:
         total = self._input + self.words
         usage: dict[str, Any] = {"input_tokens": self._input, "output_tokens": self.words, "total_tokens": total}
         usage.update(input_tokens_details={"cached_tokens": 0}, output_tokens_details={"reasoning_tokens": 0})
-        return {"id": "resp_fake", "object": "response", "created_at": CREATED, "model": self._model, "status": status,
-                "output": [item] if done else [], "usage": usage if done else None, "error": None,
-                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
+        return {
+            **self.response_fields,
+            "id": self.response_id,
+            "object": "response",
+            "created_at": CREATED,
+            "model": self._model,
+            "status": status,
+            "output": [item] if done else [],
+            "usage": usage if done else None,
+            "error": None,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+        }
 
     def _gemini_reply(self, parts: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
         candidate = {"content": {"role": "model", "parts": parts}, "index": 0}

@@ -12,13 +12,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from emberline.api.openai import models
-from emberline.core.errors import EmberlineError, InvalidRequest, ShuttingDown, Unauthorized
+from emberline.core.errors import EmberlineError, InvalidRequest, ModelNotFound, ShuttingDown, Unauthorized
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import AdminAPI
-from emberline.gateway.core.paths import is_native_path, parse_models_path
+from emberline.gateway.admin.sign_in import SIGN_IN_PATH, SignIn, check_sign_in_connection
+from emberline.gateway.core.paths import DEFAULT_NAME, accepts_any_content_type, parse_models_path
 from emberline.gateway.core.request import GatewayReply
-from emberline.gateway.error_replies import error_event
-from emberline.gateway.gateway import Gateway, InboundRequest
+from emberline.gateway.dialects.gemini import models as gemini_models
+from emberline.gateway.error_replies import error_event, error_reply
+from emberline.gateway.gateway import Gateway, InboundRequest, headers_with_query_key
 from emberline.gateway.http.client_watch import ClientWatch
 from emberline.gateway.http.gateway_metrics import GatewayMetrics
 from emberline.gateway.http.gateway_socket import GatewaySocket, read_handshake
@@ -40,6 +42,7 @@ ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read
 SEND_CHUNK_BYTES = 1 << 18
 DEFAULT_CONTENT_TYPE = "application/octet-stream"
 MAX_ADMIN_BODY_BYTES = 4 << 20
+MAX_SIGN_IN_BODY_BYTES, SIGN_IN_BODY_TIMEOUT_S = 1024, 10.0
 # The dashboard has an admin key: no site may frame it, and no data that it shows may become a script.
 PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -59,6 +62,7 @@ class GatewayApp:
         gateway: Gateway,
         run_handler: RunHandler,
         admin: AdminAPI,
+        sign_in: SignIn,
         models: ModelLister,
         store: GatewayStore,
         metrics: GatewayMetrics,
@@ -70,6 +74,7 @@ class GatewayApp:
         self._gateway = gateway
         self._run_handler = run_handler
         self._admin = admin
+        self.sign_in = sign_in
         self._models = models
         self.store = store
         self._metrics = metrics
@@ -129,6 +134,8 @@ class GatewayApp:
                 return page
             if parse_models_path(exchange.path) is not None:
                 return self._list_models
+        if exchange.path == SIGN_IN_PATH and exchange.method == "POST":
+            return self._exchange_sign_in_token
         if AdminAPI.handles_path(path) and "/ai/v1/" not in path and not RunHandler.handles_path(path):
             return self._answer_admin_request
         return None
@@ -213,13 +220,37 @@ class GatewayApp:
         )
         await exchange.reply_json(found, status, {"cache-control": "no-store"})
 
+    async def _exchange_sign_in_token(self, exchange: Exchange) -> None:
+        check_sign_in_connection(exchange.scheme, exchange.client, _request_headers(exchange))
+        require_json(exchange.header("content-type"))
+        try:
+            async with asyncio.timeout(SIGN_IN_BODY_TIMEOUT_S):
+                body = await exchange.read_body(MAX_SIGN_IN_BODY_BYTES)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"the sign-in token was not received within {SIGN_IN_BODY_TIMEOUT_S:.0f} s", hint="send it again"
+            ) from None
+        key = await self.sign_in.exchange_token(body)
+        reply = {"id": key.id, "key": key.secret, "account": DEFAULT_NAME, "expires": key.expires}
+        await exchange.reply_json(reply, headers={"cache-control": "no-store"})
+
     async def _list_models(self, exchange: Exchange) -> None:
         parsed = parse_models_path(exchange.path)
         assert parsed is not None
         target, name = parsed
-        identity, settings = await self._gateway.authenticate(target, _request_headers(exchange))
+        headers = headers_with_query_key(_request_headers(exchange), exchange.query)
+        identity, settings = await self._gateway.authenticate(target, headers)
         found = await self._models.list_models(settings, identity, with_provider=target.kind == "compat")
-        await exchange.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
+        if not _is_gemini_client(exchange, headers):
+            await exchange.reply_json(models.retrieve_model(found, name) if name else models.list_models(found))
+        elif name and name not in {each.id for each in found}:
+            reply = error_reply(
+                "gemini", ModelNotFound(f"model {name[:200]!r} not found", hint="GET /v1beta/models lists the models")
+            )
+            assert isinstance(reply.body, bytes)
+            await exchange.reply(reply.status, reply.body, reply.headers["content-type"])
+        else:
+            await exchange.reply_json(gemini_models.render(found, name))
 
     # -- pages, health and metrics -------------------------------------------------------------------------------------
 
@@ -271,7 +302,7 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
         return
     if RunHandler.handles_path(path) and kind.startswith("text/plain") and exchange.header("authorization"):
         return  # JavaScript's fetch() sends strings so; another site cannot add `authorization` without CORS
-    if not is_native_path(path) or body.lstrip()[:1] in (b"{", b"["):
+    if not accepts_any_content_type(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
 
 
@@ -279,6 +310,11 @@ def _client_origin(exchange: Exchange) -> str:
     """Return the scheme and host that the client used: those of the gateway, or of a proxy in front of it."""
     scheme = "https" if exchange.header("x-forwarded-proto") == "https" else exchange.scheme
     return f"{scheme}://{exchange.header('host')}"
+
+
+def _is_gemini_client(exchange: Exchange, headers: Mapping[str, str]) -> bool:
+    """Return whether the request lists models with Gemini's protocol, whose path may be the same as OpenAI's."""
+    return exchange.path.startswith("/v1beta/") or "x-goog-api-client" in headers or "x-goog-api-key" in headers
 
 
 def _request_headers(exchange: Exchange) -> dict[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import ssl
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from emberline.core.gateway_config import GatewayConfig
 from emberline.core.tls import TLSIdentity, open_identity
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.admin.sign_in import LINK_LIFETIME_S, SignIn
 from emberline.gateway.cache.factory import open_cache, semantic_cache_factory
 from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.request import Layer
-from emberline.gateway.core.settings import ProviderSettings
+from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.gateway import Gateway
@@ -33,6 +34,7 @@ from emberline.gateway.http.gateway_app import GatewayApp
 from emberline.gateway.http.gateway_metrics import GatewayMetrics
 from emberline.gateway.keys.key_store import KeyStore
 from emberline.gateway.keys.master_keys import open_master_keys
+from emberline.gateway.keys.object_ids import ObjectIds
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.keys.secret_file import SecretFile
@@ -45,10 +47,11 @@ from emberline.gateway.layers.fallbacks import try_fallbacks
 from emberline.gateway.layers.guardrail_checks import GuardrailLayer
 from emberline.gateway.layers.hedging import hedge_slow_calls
 from emberline.gateway.layers.load_balancing import balance_pools
-from emberline.gateway.layers.permissions import check_permissions
+from emberline.gateway.layers.permissions import check_endpoints, check_gateway, find_posted_model, find_realtime_model
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.layers.retries import RetryHandler
 from emberline.gateway.layers.session_limiting import limit_sessions
+from emberline.gateway.layers.stored_objects import StoredObjectLayer
 from emberline.gateway.layers.tracing import trace_calls
 from emberline.gateway.limits.base import Limiter
 from emberline.gateway.limits.claims import ClaimBuilder
@@ -60,7 +63,12 @@ from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.realtime.handler import RealtimeHandler
 from emberline.gateway.run.batch_queue import BatchQueue
 from emberline.gateway.run.run_handler import RunHandler
-from emberline.gateway.settings_store import ConfiguredGateways, SettingsStore, read_configured_gateways
+from emberline.gateway.settings_store import (
+    ConfiguredGateways,
+    SettingsStore,
+    load_default_gateway,
+    read_configured_gateways,
+)
 from emberline.gateway.stack import stack_layers
 from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.factory import open_store
@@ -91,6 +99,7 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
 
         def log_start() -> None:
             log.info("Gateway started: url=%s://%s:%d%s", config.scheme, config.host, port, key_file)
+            print_sign_in_link(app.sign_in, config, port, is_exposed=is_exposed(listener))
 
         await serve_until_stopped(
             CrossSiteGuard(app, policy, app.has_valid_key),
@@ -99,6 +108,18 @@ async def serve_gateway(config: GatewayConfig, config_file: Mapping[str, Any]) -
             max_message_bytes=config.max_body,
             tls=tls.listener_context() if tls is not None else None,
         )
+
+
+def print_sign_in_link(sign_in: SignIn, config: GatewayConfig, port: int, *, is_exposed: bool) -> None:
+    """Print a link that signs in to the dashboard. It is printed and not logged, because its token is a secret.
+
+    There is no link if other machines can reach the listener without TLS, because the token could be read on its way.
+    """
+    if is_exposed and config.tls is None:
+        return
+    host = "localhost" if is_exposed else config.host
+    link = sign_in.create_link(f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    print(f"Sign in to the dashboard (once, within {LINK_LIFETIME_S / 60:.0f} minutes): {link}", flush=True)
 
 
 async def build_gateway(
@@ -114,15 +135,18 @@ async def build_gateway(
     `require_keys`: require a key whatever the settings say. `tls`: the listener's TLS files, for metrics."""
     engine = ProviderSettings(base_url=config.engine, key=config.engine_key)
     configured: ConfiguredGateways = read_configured_gateways(config_file, engine)
-    if require_keys:
-        configured = _require_authentication(config, configured)
     clock, wall = SystemClock(), WallClock()
     store = await open_store(config.store_url)
     stack.push_async_callback(store.close)
+    default_gateway = await load_default_gateway(configured, store, wall)
+    if require_keys:
+        _check_authentication(config, [default_gateway, *configured.values()])
+        configured = _with_authentication(configured)
     watch = StoreVersionWatch(store, clock)
     upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
     registry = ProviderRegistry(config.private_providers)
-    vault = ProviderKeyVault(store, watch, open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE)))
+    master_keys = open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE))
+    vault = ProviderKeyVault(store, watch, master_keys)
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
     prices = PriceList(catalogue)
     attempts = RetryHandler(registry, ProviderKeySelector(vault), upstream, prices, clock, wall)
@@ -136,6 +160,8 @@ async def build_gateway(
     outer = _build_outer_layers(config, metrics, spans, log_writer, clock)
     layers = (
         *outer,
+        check_endpoints(registry, find_posted_model),
+        StoredObjectLayer(ObjectIds(master_keys), registry).wrap,
         DynamicRouteLayer(limiter, claims, clock, wall).wrap,
         balance_pools(claims, clock),
         limit_calls(limiter, catalogue, prices, clock, wall),
@@ -149,9 +175,18 @@ async def build_gateway(
     keys = KeyStore(store, watch, wall, _identities_by_key(config))
     selector, limit = ProviderKeySelector(vault), config.max_body
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
-    session_handler = stack_layers((*outer, limit_sessions(limiter, claims, clock, wall)), realtime)
+    check_sessions = check_endpoints(registry, find_realtime_model)
+    session_handler = stack_layers((*outer, check_sessions, limit_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
-    context = AdminContext(store, vault, wall, limiter, configured=configured, allow_private=config.private_providers)
+    context = AdminContext(
+        store,
+        vault,
+        wall,
+        limiter,
+        configured=configured,
+        allow_private=config.private_providers,
+        engine_url=config.engine,
+    )
     admin = AdminAPI(context, __version__, catalogue)
     models = ModelLister(registry, vault, upstream, catalogue)
     _start_task(stack, LogRetention(store, configured, wall).run())
@@ -159,7 +194,16 @@ async def build_gateway(
     batches = BatchQueue(store, gateway.answer, lambda: metrics.open_requests, wall)
     run_handler = RunHandler(gateway, await stack.enter_async_context(batches.run_in_background()), clock)
     return GatewayApp(
-        config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), require_keys
+        config,
+        gateway,
+        run_handler,
+        admin,
+        SignIn(context, clock),
+        models,
+        store,
+        metrics,
+        load_pages("gateway/index.html"),
+        require_keys,
     )
 
 
@@ -174,7 +218,7 @@ def _build_outer_layers(
 ) -> tuple[Layer, ...]:
     """Return the layers around every request and every realtime session."""
     traced = [] if tracing is None else [trace_calls(tracing.tracer, record_payloads=config.otlp_payloads)]
-    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_permissions)
+    return (metrics.layer, *traced, log_calls(log_writer, clock), errors_to_replies, check_gateway)
 
 
 async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock, stack: AsyncExitStack) -> Limiter:
@@ -189,20 +233,23 @@ async def _open_limiter(config: GatewayConfig, store: GatewayStore, clock: Clock
     )
 
 
-def _require_authentication(config: GatewayConfig, configured: ConfiguredGateways) -> ConfiguredGateways:
-    """Return the gateways of the configuration file with authentication enabled.
+def _check_authentication(config: GatewayConfig, gateways: Iterable[GatewaySettings]) -> None:
+    """Raise InvalidRequest if no API key is configured and a gateway's own settings leave authentication off.
 
-    This function is for a listener that other machines can reach. Raise InvalidRequest if no API key is configured and
-    a gateway's own settings leave authentication off.
+    This check is for a listener that other machines can reach.
     """
-    if not config.api_keys and not all(settings.authentication for settings in configured.values()):
+    if not config.api_keys and not all(settings.authentication for settings in gateways):
         raise InvalidRequest(
             f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use the"
             " gateway",
             param="host",
-            hint="set EMBERLINE_ADMIN_KEY, write `authentication = true` into every [gateways.NAME] of the"
-            " configuration, or give --open to allow everyone",
+            hint="set EMBERLINE_ADMIN_KEY, require a key for every gateway (in the dashboard, or `authentication ="
+            " true` in every [gateways.NAME] of the configuration), or give --open to allow everyone",
         )
+
+
+def _with_authentication(configured: ConfiguredGateways) -> ConfiguredGateways:
+    """Return the gateways of the configuration file with authentication enabled."""
     return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
 
 

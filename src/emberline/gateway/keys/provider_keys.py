@@ -53,3 +53,9 @@ def is_caller_key(request: GatewayRequest, key: str | None) -> bool:
     """Return whether the key that `select_key` returned is the one that the caller sent with the request."""
     sent = caller_key(request)
     return sent is not None and key in (None, sent)
+
+
+def uses_caller_credentials(request: GatewayRequest, provider: Provider) -> bool:
+    """Return whether the request reaches its provider with nothing but the caller's own provider key."""
+    has_own_key = caller_key(request) is not None and request.options.byok_alias is None
+    return has_own_key and provider.needs_key and not provider.has_configured_headers

@@ -23,7 +23,7 @@ from emberline.gateway.layers.rate_limiting import RESERVATION_GRACE_S
 from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import collect_limit_attributes
 from emberline.gateway.limits.rule import LimitRule, LimitUnit
-from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
+from emberline.gateway.providers.converted_request import FORWARDED_HEADERS
 from emberline.gateway.routes.facts import RequestAttributes, evaluate_body_conditions
 from emberline.gateway.routes.graph import ModelElement, RateLimitElement, RouteGraph
 from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal

@@ -47,6 +47,8 @@ def can_fall_back(error: UpstreamFailed, step: RequestStep) -> bool:
 def fallback_steps(call: GatewayRequest) -> tuple[RequestStep, ...]:
     """Return the step that the request names, followed by the fallbacks that are configured for its model."""
     first = RequestStep(call.provider, call.model)
+    if call.dialect == "raw" and not call.is_dialect_endpoint:  # no other provider has this path
+        return (first,)
     names = (f"{call.provider}/{call.model}", call.model)
     for fallback in call.settings.fallbacks:
         if any(_matches_pattern(fallback.model, name) for name in names):

@@ -49,7 +49,7 @@ class GuardrailLayer:
     def wrap(self, inner: Handler) -> Handler:
         def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
             guardrails = call.settings.guardrails
-            if not guardrails or (call.method != "POST" and not (call.body or call.query)):
+            if not guardrails or not (_is_reply_checked(call) or call.body or call.query):
                 return inner(call)
             return GuardedCall(call, guardrails, self._judges).run(inner)
 
@@ -79,7 +79,7 @@ class GuardedCall:
         else:
             reply = self._reply = await inner(call)
             try:
-                if reply.status < 400 and call.method == "POST":
+                if reply.status < 400 and _is_reply_checked(call):
                     await self._inspect_reply(reply)
             except BaseException:  # the client may leave while a judge is asked
                 await reply.close()
@@ -259,6 +259,11 @@ class GuardedCall:
             action = (most_severe_action(findings) or "").upper()
             value = {"findings": [_finding_to_json(each) for each in findings[:MAX_HEADER_FINDINGS]], "action": action}
             self._call.reply_headers[FINDINGS_HEADER] = json.dumps(value)  # ASCII only, as a header requires
+
+
+def _is_reply_checked(call: GatewayRequest) -> bool:
+    """Return whether the reply may have a model's text. That of a GET is a response that was stored unchecked."""
+    return call.method == "POST" or call.is_dialect_endpoint
 
 
 async def _step_with_body(step: RequestStep, body: bytes | None) -> RequestStep:

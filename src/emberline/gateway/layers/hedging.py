@@ -42,7 +42,7 @@ class _HedgedCall:
     attempts: dict[asyncio.Task[GatewayReply], tuple[GatewayRequest, float]] = field(default_factory=dict)
 
     async def run(self, hedge_after_s: float) -> GatewayReply:
-        winner: GatewayReply | None = None
+        winner: asyncio.Task[GatewayReply] | None = None
         try:
             first = self._start_call(self.call)
             await asyncio.wait({first}, timeout=hedge_after_s)
@@ -50,27 +50,31 @@ class _HedgedCall:
                 step = self.call.steps[1]
                 self._start_call(call_for_step(self.call, step, 1, True).with_changes(steps=(step,)))
                 winner = await self._wait_for_first_reply()
-            winner = winner or first.result()  # raises the error of the first attempt
-            extra_cost = await self._cancel_other_calls(winner)
+            winner = winner or first
+            reply = winner.result()  # raises the error of the first attempt
+            extra_cost = await self._cancel_other_calls(reply)
         except BaseException:  # the client may leave after a reply has begun
             await self._cancel_other_calls(None)
             raise
-        winner.close_callbacks.append(extra_cost.add_to_reply)
-        return winner
+        self.call.reply_headers.update(self.attempts[winner][0].reply_headers)
+        reply.close_callbacks.append(extra_cost.add_to_reply)
+        return reply
 
     def _start_call(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
-        task = asyncio.ensure_future(self.inner(call.with_changes(hedge_delay_s=None)))
-        self.attempts[task] = call, self.clock.now()
+        """Start an attempt, which collects its own reply headers: only those of the winner are for the client."""
+        own_call = call.with_changes(hedge_delay_s=None, reply_headers={})
+        task = asyncio.ensure_future(self.inner(own_call))
+        self.attempts[task] = own_call, self.clock.now()
         return task
 
-    async def _wait_for_first_reply(self) -> GatewayReply | None:
-        """Return the reply that begins first, or None if every attempt failed."""
+    async def _wait_for_first_reply(self) -> asyncio.Task[GatewayReply] | None:
+        """Return the attempt whose reply begins first, or None if every attempt failed."""
         running = set(self.attempts)
         while running:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in self.attempts:
                 if task in done and not task.cancelled() and task.exception() is None:
-                    return task.result()
+                    return task
         return None
 
     async def _cancel_other_calls(self, winner: GatewayReply | None) -> ExtraCost:

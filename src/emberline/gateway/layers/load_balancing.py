@@ -20,7 +20,7 @@ from emberline.gateway.layers.caching import cache_ttl_s
 from emberline.gateway.layers.hedging import HEDGE_LOST
 from emberline.gateway.layers.permissions import ALLOW_MODEL_HINT, is_permitted
 from emberline.gateway.providers.breakers import is_caller_timeout
-from emberline.gateway.providers.provider_call import FORWARDED_HEADERS
+from emberline.gateway.providers.converted_request import FORWARDED_HEADERS
 from emberline.gateway.routes.load_balancer import LoadBalancer
 
 REQUEST_ERROR_CODES = ("content_filter", "context_length_exceeded")  # the request caused them, whatever their status

@@ -191,7 +191,7 @@ class RetryHandler:
             call.reply_headers[CHANGED_HEADER] = safe_header(
                 ", ".join(filter(None, (call.reply_headers.get(CHANGED_HEADER), lost)))
             )
-        reply.usage, reply.model = usage, model or call.model
+        reply.usage, reply.model = usage if call.method == "POST" else None, model or call.model
         reply.ended = "complete"
         set_cost(call, reply, self._prices)
         return reply
@@ -218,7 +218,8 @@ class RetryHandler:
         def settle(stream: ProviderStream, ended: str, code: str) -> None:
             reply.ended, reply.error = ended, code
             tokens = call.body_summary.input_tokens if call.body_summary is not None else None
-            reply.usage, reply.estimated = stream.meter.usage(call.body, tokens)
+            if call.method == "POST":  # a GET reports the usage of an earlier request
+                reply.usage, reply.estimated = stream.meter.usage(call.body, tokens)
             set_cost(call, reply, self._prices)
             if ended == "cut" and self._clock.now() < call.deadline:  # a slow reader can reach the deadline as well
                 on_failure()

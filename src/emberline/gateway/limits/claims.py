@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.unified_endpoints import runs_model
 from emberline.gateway.costs.billing import PriceSource, compute_charge, estimate_request_input_tokens
 from emberline.gateway.costs.catalogue import CatalogueModel
 from emberline.gateway.limits.rule import MAX_LIMIT, Claim, LimitRule
@@ -56,8 +57,8 @@ class ClaimBuilder:
         for rule in rules:
             if not rule.applies_to(facts, key_limits):
                 continue
-            amount: int | None = 1
-            if rule.amount != "requests":
+            amount: int | None = 1 if rule.amount == "requests" else 0
+            if rule.amount != "requests" and runs_model(call):
                 usage = usage or self._estimate_max_usage(call)
                 amount = usage.total if rule.amount == "tokens" else self._compute_cost_micros(call, usage)
             claims.append(
@@ -105,7 +106,7 @@ class ClaimBuilder:
 
 
 def parse_limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
-    rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros"))
+    rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros", "budgets"))
     names = [rule.name for rule in rules]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise InvalidRequest(

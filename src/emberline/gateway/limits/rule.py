@@ -66,21 +66,22 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 )
 
     @staticmethod
-    def parse(decoded: Iterable[Mapping[str, Any]], default_unit: LimitUnit = "requests") -> tuple[LimitRule, ...]:
+    def parse(
+        decoded: Iterable[Mapping[str, Any]], default_unit: LimitUnit = "requests", setting: str = "limits"
+    ) -> tuple[LimitRule, ...]:
         """Parse rules from decoded TOML or JSON. Raise InvalidRequest if a rule is invalid.
 
-        `default_unit` is the unit of the rules that have no `amount`.
+        `default_unit` is the unit of the rules that have no `amount`. `setting`: the setting that contains the rules.
         """
-        try:
-            rules = tuple(msgspec.convert({"amount": default_unit, **rule}, LimitRule) for rule in decoded)
-        except msgspec.ValidationError as e:
-            raise InvalidRequest(f"a limit is invalid: {e}", param="limits") from e
+        rules = tuple(
+            _parse_rule({"amount": default_unit, **rule}, f"{setting}[{i}]") for i, rule in enumerate(decoded)
+        )
         if len(rules) > MAX_RULES:
-            raise InvalidRequest(f"there are {len(rules)} limits; at most {MAX_RULES} are allowed", param="limits")
+            raise InvalidRequest(f"there are {len(rules)} limits; at most {MAX_RULES} are allowed", param=setting)
         names = [rule.name for rule in rules]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise InvalidRequest(
-                f"two limits have the name {repeated[0]!r}; each must have a name of its own", param="limits"
+                f"two limits have the name {repeated[0]!r}; each must have a name of its own", param=setting
             )
         return rules
 
@@ -97,6 +98,18 @@ class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         values = msgspec.json.encode([attributes.get(dimension, "") for dimension in self.split])
         digest = hashlib.sha256(values).hexdigest()[:32] if self.split else "all"
         return f"{self.name}:{self.amount}:{self.per}:{self.technique}:{digest}"
+
+
+def _parse_rule(decoded: Mapping[str, Any], param: str) -> LimitRule:
+    """Return the rule. Raise InvalidRequest, with the path of the field below `param`, if the rule is invalid."""
+    try:
+        return msgspec.convert(decoded, LimitRule)
+    except msgspec.ValidationError as e:
+        message, separator, path = str(e).partition(" - at `$.")
+        field = f".{path.rstrip('`')}" if separator else ""
+        raise InvalidRequest(f"a limit is invalid: {message}", param=f"{param}{field}") from e
+    except InvalidRequest as e:
+        raise InvalidRequest(e.message, param=f"{param}.{e.param}", hint=e.hint) from e
 
 
 class Claim(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 API_VERSION = "2023-06-01"
@@ -17,6 +18,7 @@ class Anthropic(Provider):
     base_url = "https://api.anthropic.com"
     prefix = "v1/"
     paths: ClassVar[Mapping[Dialect, str]] = {"anthropic": "v1/messages"}
+    inference_paths = InferencePaths(("v1/messages", "v1/messages/count_tokens", "v1/complete"))
 
     def set_auth_headers(self, headers: dict[str, str], key: str) -> None:
         headers["x-api-key"] = key

@@ -22,6 +22,7 @@ from emberline.gateway.providers.base import Provider, report_change
 from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
 from emberline.gateway.providers.converse import render_converse_request
 from emberline.gateway.providers.hosted_claude import build_hosted_claude_body
+from emberline.gateway.providers.inference_paths import InferencePaths
 from emberline.gateway.providers.sigv4 import ALGORITHM, AwsCredentials, sign_headers
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
@@ -49,6 +50,14 @@ class _AwsKey(msgspec.Struct, rename="camel"):
 class Bedrock(Provider):
     slug = "aws-bedrock"
     paths: ClassVar[Mapping[Dialect, str]] = {"anthropic": "model/{model}"}
+    inference_paths = InferencePaths(
+        (
+            *(f"{RUNTIME}/{{}}/model/{{model}}/{action}" for action in ("invoke", "invoke-with-response-stream")),
+            *(f"{RUNTIME}/{{}}/model/{{model}}/{action}" for action in ("converse", "converse-stream")),
+            f"{MANTLE}/{{}}/anthropic/v1/messages",
+            f"{MANTLE}/{{}}/v1/chat/completions",
+        )
+    )
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         claude = "claude" in endpoint and endpoint.endswith("/invoke")

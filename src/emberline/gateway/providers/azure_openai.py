@@ -9,6 +9,7 @@ from urllib.parse import quote
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import AUDIO, IMAGES, OPENAI_INFERENCE, TEXT, InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 API_VERSION = "2024-10-21"  # latest version that is generally available
@@ -26,6 +27,8 @@ class AzureOpenAI(Provider):
         "openai-chat": "{model}/chat/completions",
         "openai-embeddings": "{model}/embeddings",
     }
+    unified_families = AUDIO | IMAGES | TEXT
+    inference_paths = InferencePaths(f"{{}}/{{model}}/{endpoint}" for endpoint in OPENAI_INFERENCE)
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         for dialect, path in self.paths.items():
@@ -37,6 +40,12 @@ class AzureOpenAI(Provider):
         return endpoint.split("/")[1] if "/" in endpoint else ""
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        return self._deployment_path(model, self.endpoints[dialect].removeprefix("{model}/"))
+
+    def unified_path(self, endpoint: str, family: str, model: str) -> str:
+        return self._deployment_path(model, super().unified_path(endpoint, family, model))
+
+    def _deployment_path(self, model: str, endpoint: str) -> str:
         resource, slash, deployment = model.rpartition("/")
         if not slash and "{resource}" in self._base_url:
             raise InvalidRequest(
@@ -44,7 +53,7 @@ class AzureOpenAI(Provider):
                 param="model",
                 hint="write RESOURCE/DEPLOYMENT, or set the provider's base_url to https://RESOURCE.openai.azure.com",
             )
-        return f"{quote(resource, safe='') or '-'}/{self.endpoints[dialect].format(model=quote(deployment, safe=''))}"
+        return f"{quote(resource, safe='') or '-'}/{quote(deployment, safe='')}/{endpoint}"
 
     def build_url(self, endpoint: str, query: str) -> str:
         resource, _, rest = endpoint.partition("/")

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.core.errors import UpstreamFailed
 from emberline.gateway.core.request import Dialect, GatewayRequest
+from emberline.gateway.core.request_body import BodyFields
 from emberline.gateway.dialects.target_model import TargetModel
+from emberline.gateway.providers.inference_paths import TEXT, InferencePaths
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.net.client_response import HTTPClientResponse
@@ -38,6 +41,11 @@ NOT_FORWARDED_HEADERS = frozenset(
         "accept-encoding",
         "cookie",
         "x-auth-token",
+        "x-http-method",  # these three would make some servers treat a POST as another method
+        "x-http-method-override",
+        "x-method-override",
+        "x-original-url",  # these two would make some servers use another path
+        "x-rewrite-url",
         "forwarded",
         "x-real-ip",
         "cf-cache-ttl",
@@ -74,6 +82,10 @@ class Provider:
     realtime_path: ClassVar[str] = ""  # path of its WebSocket
     prefill: AssistantPrefill = ""  # how its chat continues the assistant's last message
     max_tokens_field: ClassVar[str] = "max_completion_tokens"  # chat field; older APIs know only max_tokens
+    inference_paths: ClassVar[InferencePaths] = InferencePaths(())  # as `normalize_endpoint` returns them
+    realtime_paths: ClassVar[InferencePaths] = InferencePaths(())  # the same for WebSockets
+    is_gemini_api: ClassVar[bool] = False  # Google's Gemini API, whose embeddings and counts differ from Vertex AI's
+    unified_families: ClassVar[frozenset[str]] = TEXT  # unified endpoints without a dialect that it has
 
     def __init__(
         self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public_only: bool = False
@@ -83,6 +95,11 @@ class Provider:
         self._headers = {name.lower(): value for name, value in (headers or {}).items()}
         self.public_only = public_only
         self.endpoints = self.paths
+
+    @property
+    def has_configured_headers(self) -> bool:
+        """Whether the operator's settings add headers, which may be credentials, to each request."""
+        return bool(self._headers)
 
     @property
     def origin(self) -> str:
@@ -102,6 +119,42 @@ class Provider:
     def model_from_path(self, endpoint: str) -> str:
         """Return the model that the path names, or "". This model takes precedence over the body's model."""
         return ""
+
+    def normalize_endpoint(self, endpoint: str) -> str:
+        """Return the endpoint in the form in which `inference_paths` has it, if it is one of them."""
+        if self._base_url.endswith(f"/{self.prefix[:-1]}") and not endpoint.startswith(self.prefix):
+            return self.prefix + endpoint
+        return endpoint
+
+    def inference_model(self, endpoint: str, body_model: str) -> str | None:
+        """Return the model that a POST to a path of this provider runs, or None if the path is not for inference."""
+        return self.inference_paths.find_model(self.normalize_endpoint(endpoint), body_model)
+
+    def other_models(self, fields: BodyFields) -> list[str]:
+        """Return the models that the body names beside the field `model`, and that the provider may run instead."""
+        return []
+
+    def model_of(self, endpoint: str, body_model: str) -> str:
+        """Return the model that a request to this provider's own path uses, as far as path and body tell."""
+        model = self.inference_model(endpoint, body_model)
+        return model if model is not None else self.model_from_path(endpoint) or body_model
+
+    def realtime_model(self, endpoint: str, query_model: str) -> str | None:
+        """Return the model of a WebSocket at a path of this provider, or None if the path is not for inference."""
+        return self.realtime_paths.find_model(self.normalize_endpoint(endpoint or self.realtime_path), query_model)
+
+    def unified_path(self, endpoint: str, family: str, model: str) -> str:
+        """Return this provider's own path for a unified endpoint, such as files/ID, of the family files.
+
+        Raise InvalidRequest if the provider has no such endpoint.
+        """
+        if family not in self.unified_families:
+            raise InvalidRequest(
+                f"provider {self.slug!r} has no endpoint {family!r}",
+                param="model",
+                hint="docs/gateway-providers.md lists which providers have which endpoints",
+            )
+        return self.prefix + endpoint
 
     def is_stream_path(self, endpoint: str, query: str = "") -> bool:
         """Return whether the path itself asks for a streamed reply."""
@@ -135,7 +188,12 @@ class Provider:
                 headers.pop(name, None)
             self.set_auth_headers(headers, key)
         return ProviderRequest(
-            call.method, self.build_url(call.endpoint, call.query), headers, call.body, self.public_only
+            call.method,
+            self.build_url(call.endpoint, call.query),
+            headers,
+            call.body,
+            self.public_only,
+            call.settings.timeouts.connect,
         )
 
     async def send(

@@ -6,6 +6,7 @@ import re
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.providers.chat_provider import ChatProvider
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, InferencePaths
 
 MODEL_PREFIX = "model/"  # a deployment's path is model/{id} or model/{id}/{path}
 PREDICT_PATH = "environments/production/predict"
@@ -15,6 +16,15 @@ _DEPLOYMENT_ID = re.compile(r"[a-z0-9]{1,32}")
 class Baseten(ChatProvider):
     slug = "baseten"
     base_url = "https://inference.baseten.co/v1"
+    inference_paths = InferencePaths(
+        (
+            *OPENAI_INFERENCE,
+            f"{MODEL_PREFIX}{{model}}",
+            f"{MODEL_PREFIX}{{model}}/production/predict",
+            f"{MODEL_PREFIX}{{model}}/environments/{{}}/predict",
+            *(f"{MODEL_PREFIX}{{model}}/environments/{{}}/sync/v1/{each}" for each in OPENAI_INFERENCE),
+        )
+    )
 
     def model_from_path(self, endpoint: str) -> str:
         return endpoint.removeprefix(MODEL_PREFIX).partition("/")[0] if endpoint.startswith(MODEL_PREFIX) else ""

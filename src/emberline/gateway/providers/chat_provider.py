@@ -13,6 +13,7 @@ import msgspec
 
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, report_change
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
@@ -27,11 +28,15 @@ class ChatProvider(Provider):
 
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions"}
     max_tokens_field = "max_tokens"
+    inference_paths = InferencePaths(OPENAI_INFERENCE)
     renamed_fields: ClassVar[Mapping[str, str]] = {}  # OpenAI's name -> the provider's
     unsupported_fields: ClassVar[frozenset[str]] = frozenset()  # fields that the provider rejects
 
+    def normalize_endpoint(self, endpoint: str) -> str:
+        return endpoint.removeprefix("v1/")
+
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
-        return super().dialect_at(endpoint.removeprefix("v1/"))
+        return super().dialect_at(self.normalize_endpoint(endpoint))
 
     def build_url(self, endpoint: str, query: str) -> str:
         if self._base_url.endswith("/v1"):

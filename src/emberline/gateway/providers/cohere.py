@@ -12,6 +12,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, report_change
 from emberline.gateway.providers.cohere_reply import CohereChatDecoder, CohereEmbeddingDecoder
+from emberline.gateway.providers.inference_paths import InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 
@@ -48,7 +49,18 @@ class Cohere(Provider):
     slug = "cohere"
     base_url = "https://api.cohere.com"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "v2/chat", "openai-embeddings": "v2/embed"}
+    unified_families = frozenset({"rerank"})
+    inference_paths = InferencePaths(
+        (
+            *(f"{version}/{action}" for version in ("v1", "v2") for action in ("chat", "embed", "rerank")),
+            *("v1/generate", "v1/tokenize", "v1/detokenize"),
+            *("compatibility/v1/chat/completions", "compatibility/v1/embeddings"),
+        )
+    )
     max_tokens_field = "max_tokens"
+
+    def unified_path(self, endpoint: str, family: str, model: str) -> str:
+        return f"v2/{super().unified_path(endpoint, family, model)}"
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         """Return "openai-chat" for Cohere's OpenAI-compatible path and "raw" for Cohere's own paths."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import OPENAI_FAMILIES, OPENAI_INFERENCE, InferencePaths
 
 ENDPOINTS: dict[str, tuple[Dialect, str]] = {
     "openai-chat": ("openai-chat", "v1/chat/completions"),
@@ -21,6 +22,15 @@ class CompatibleProvider(Provider):
     prefix = "v1/"
     needs_key = False
     max_tokens_field = "max_tokens"
+    unified_families = OPENAI_FAMILIES | {"rerank"}
+    inference_paths = InferencePaths(
+        (
+            *(f"v1/{endpoint}" for endpoint in OPENAI_INFERENCE),
+            *("v1/score", "v1/pooling", "v1/classify", "v2/rerank"),
+            *("rerank", "score", "pooling", "classify", "tokenize", "detokenize", "embed", "predict"),
+        )
+    )
+    realtime_paths = InferencePaths(("v1/realtime",))
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from emberline.core.errors import NotFound, Unauthorized
 from emberline.gateway.core.errors import EngineKeyRefused, ProviderErrorReply, UpstreamFailed
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, TEXT, InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
@@ -26,6 +27,8 @@ class Emberline(Provider):
         "openai-embeddings": "v1/embeddings",
         "anthropic": "v1/messages",
     }
+    unified_families = TEXT | {"responses"}
+    inference_paths = InferencePaths((*(f"v1/{each}" for each in OPENAI_INFERENCE), "tokenize", "detokenize"))
     needs_key = False
     accepts_reasoning = True
     prefill = "flag"
@@ -35,7 +38,8 @@ class Emberline(Provider):
         path = call.endpoint.partition("?")[0]
         if self._base_url.endswith("/v1"):  # the endpoint may then lack the version
             path = f"v1/{path.removeprefix('v1/')}"
-        if not is_model_endpoint(call.method, f"/{path}"):
+        is_stored_response = call.is_dialect_endpoint and path.startswith("v1/responses/")
+        if not is_stored_response and not is_model_endpoint(call.method, f"/{path}"):
             raise NotFound(
                 f"the gateway does not forward {call.method[:20]} {path[:200]!r} to the engine",
                 hint="use a path of the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",

@@ -9,9 +9,12 @@ from urllib.parse import quote, unquote
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 UNARY_METHOD, STREAM_METHOD = "generateContent", "streamGenerateContent"
+INFERENCE_METHODS = (UNARY_METHOD, STREAM_METHOD, "countTokens", "embedContent", "batchEmbedContents", "predict")
+GEMINI_SOCKET = "ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
 
 
 class GeminiProvider(Provider):
@@ -64,7 +67,23 @@ class GoogleAIStudio(GeminiProvider):
         "gemini": "v1beta/models/{model}",
         "openai-embeddings": "v1beta/openai/embeddings",
     }
-    realtime_path = "ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
+    is_gemini_api = True
+    unified_families = frozenset({"images/generations"})
+    inference_paths = InferencePaths(
+        (
+            *(
+                f"{version}/models/{{model}}:{method}"
+                for version in ("v1", "v1alpha", "v1beta")
+                for method in INFERENCE_METHODS
+            ),
+            *(f"v1beta/openai/{each}" for each in ("chat/completions", "embeddings", "images/generations")),
+        )
+    )
+    realtime_paths = InferencePaths((GEMINI_SOCKET,))
+    realtime_path = GEMINI_SOCKET
+
+    def normalize_endpoint(self, endpoint: str) -> str:
+        return endpoint
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         if endpoint == self.paths["openai-embeddings"]:

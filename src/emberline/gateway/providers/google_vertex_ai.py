@@ -16,9 +16,10 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.request import Dialect, GatewayRequest
-from emberline.gateway.providers.google_ai_studio import GeminiProvider
+from emberline.gateway.providers.google_ai_studio import INFERENCE_METHODS, GeminiProvider
 from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
 from emberline.gateway.providers.hosted_claude import build_hosted_claude_body
+from emberline.gateway.providers.inference_paths import InferencePaths
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.client_response import HTTPClientResponse
@@ -38,6 +39,19 @@ class VertexAI(GeminiProvider):
     slug = "google-vertex-ai"
     base_url = "https://{region}aiplatform.googleapis.com"
     paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "", "anthropic": ""}
+    inference_paths = InferencePaths(
+        (
+            *(
+                f"{prefix}publishers/{{}}/models/{{model}}:{method}"
+                for prefix in ("", "v1/projects/{}/locations/{}/", "v1beta1/projects/{}/locations/{}/")
+                for method in (*INFERENCE_METHODS, _UNARY_METHOD, _STREAM_METHOD)
+            ),
+            *(
+                f"{version}/projects/{{}}/locations/{{}}/endpoints/openapi/chat/completions"
+                for version in ("v1", "v1beta1")
+            ),
+        )
+    )
 
     def __init__(
         self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public_only: bool = False

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.chat_provider import ChatProvider
+from emberline.gateway.providers.inference_paths import TEXT
 
 _REASONING_MODEL = re.compile(r"grok-(3-mini|[4-9]|code)")
 
@@ -16,6 +17,7 @@ class Grok(ChatProvider):
     slug = "grok"
     base_url = "https://api.x.ai/v1"
     has_own_error_format = True
+    unified_families = TEXT | {"images/generations", "images/edits", "files", "responses"}
     paths: ClassVar[Mapping[Dialect, str]] = {
         "openai-chat": "chat/completions",
         "openai-responses": "responses",

@@ -9,11 +9,13 @@ import msgspec
 from emberline.gateway.core.request import GatewayRequest
 from emberline.gateway.providers.base import report_change
 from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
+from emberline.gateway.providers.inference_paths import AUDIO, STORAGE, TEXT
 
 
 class Groq(ChatProvider):
     slug = "groq"
     base_url = "https://api.groq.com/openai/v1"
+    unified_families = AUDIO | STORAGE | TEXT
     max_tokens_field = "max_completion_tokens"
     unsupported_fields = frozenset({"logprobs", "top_logprobs", "logit_bias"})
 

@@ -13,6 +13,7 @@ from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import report_change
 from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, TEXT, InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -40,6 +41,10 @@ class Mistral(ChatProvider):
     slug = "mistral"
     base_url = "https://api.mistral.ai/v1"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions", "openai-embeddings": "embeddings"}
+    unified_families = TEXT | {"audio/speech", "audio/transcriptions", "moderations", "files"}
+    inference_paths = InferencePaths(
+        (*OPENAI_INFERENCE, "fim/completions", "ocr", "chat/moderations", "classifications")
+    )
     supports_include_usage = False
     prefill = "prefix"
     renamed_fields: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, InferencePaths
 
 
 class Ollama(Provider):
@@ -17,5 +18,11 @@ class Ollama(Provider):
         "openai-chat": "v1/chat/completions",
         "openai-embeddings": "v1/embeddings",
     }
+    inference_paths = InferencePaths(
+        (
+            *(f"v1/{endpoint}" for endpoint in OPENAI_INFERENCE),
+            *("api/chat", "api/generate", "api/embed", "api/embeddings"),
+        )
+    )
     needs_key = False
     max_tokens_field = "max_tokens"

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import OPENAI_FAMILIES, OPENAI_INFERENCE, InferencePaths
 
 
 class OpenAI(Provider):
@@ -16,9 +17,15 @@ class OpenAI(Provider):
         "openai-embeddings": "embeddings",
     }
     realtime_path = "realtime"
+    unified_families = OPENAI_FAMILIES
+    inference_paths = InferencePaths(OPENAI_INFERENCE)
+    realtime_paths = InferencePaths(("realtime",))
+
+    def normalize_endpoint(self, endpoint: str) -> str:
+        return endpoint.removeprefix("v1/")
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
-        return super().dialect_at(endpoint.removeprefix("v1/"), query)
+        return super().dialect_at(self.normalize_endpoint(endpoint), query)
 
     def build_url(self, endpoint: str, query: str) -> str:
         """Return the URL. A version at the start of the path is dropped, because base_url contains it."""

@@ -22,9 +22,7 @@ class Perplexity(ChatProvider):
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         request = super().build_request(call, key)
         if call.dialect == "openai-chat" and call.stream:
-            return ProviderRequest(
-                request.method, request.url, request.headers, request.body, request.public_only, PerplexityStreamDecoder
-            )
+            return msgspec.structs.replace(request, decoder=PerplexityStreamDecoder)
         return request
 
 

@@ -6,6 +6,7 @@ that requests a stream's usage are replaced.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,12 +15,17 @@ from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.offload import offload
 from emberline.gateway.core.assistant_prefill import prefill_fields
+from emberline.gateway.core.forms import is_form, replace_form_model
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.core.request_body import read_body_fields, replace_fields
+from emberline.gateway.core.unified_endpoints import find_unified_endpoint
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS, StreamTranslator, translate_reply, translate_request
 from emberline.gateway.providers.base import CHANGED_HEADER, Provider
+from emberline.gateway.providers.converted_request import FORWARDED_HEADERS, JSON_CONTENT_TYPE, ConvertedRequest
+from emberline.gateway.providers.gemini_embeddings import build_embedding_request, is_embedding_call
+from emberline.gateway.providers.token_counts import build_count_request, client_dialect
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.wire.deltas import ChatDialect
@@ -27,8 +33,6 @@ from emberline.wire.reply_context import ReplyContext
 
 # The wire formats that can be translated into each other, in order of preference.
 CHAT_DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")
-FORWARDED_HEADERS = ("content-type", "accept", "user-agent")  # kept when the request is translated
-JSON_CONTENT_TYPE = "application/json"
 MAX_HEADER_CHARACTERS = 2000  # of a header value that safe_header() returns
 
 
@@ -67,6 +71,18 @@ class ProviderCall(msgspec.Struct, frozen=True):
         )
 
 
+class ConvertedCall(ProviderCall, frozen=True, kw_only=True):
+    """A call to an endpoint that generates no text. Its reply is not streamed."""
+
+    convert: Callable[[bytes], bytes]
+
+    def convert_reply(self, body: bytes) -> tuple[bytes, str]:
+        return self.convert(body), ""
+
+    async def convert_reply_offloaded(self, body: bytes) -> tuple[bytes, str]:
+        return await offload.run(len(body), self.convert, body), ""
+
+
 def _translate_reply(
     body: bytes, source: ChatDialect, target: ChatDialect, context: ReplyContext | None
 ) -> tuple[bytes, str]:
@@ -99,6 +115,10 @@ def build_provider_call(
     The body is translated if the provider needs a different wire format. `max_output` is the model's limit on output
     tokens from the catalogue; `created_s` is the Unix time in seconds.
     """
+    if (count_dialect := client_dialect(call)) is not None:
+        return _build_converted(build_count_request(call, count_dialect, provider, max_output), provider, key)
+    if is_embedding_call(call):
+        return _build_converted(build_embedding_request(call, provider), provider, key)
     if provider.supports(call.dialect, call.model):
         return _build_without_translation(call, provider, key)
     source, target = _choose_dialects(call, provider)
@@ -116,6 +136,11 @@ def build_provider_call(
     return ProviderCall(
         provider_call.request, provider_call.dialect, hide_usage=False, client_dialect=source, reply_context=context
     )
+
+
+def _build_converted(converted: ConvertedRequest, provider: Provider, key: str | None) -> ConvertedCall:
+    request = _build_request(converted.call, provider, key)
+    return ConvertedCall(request, converted.reply_dialect, convert=converted.convert)
 
 
 def _choose_dialects(call: GatewayRequest, provider: Provider) -> tuple[ChatDialect, ChatDialect]:
@@ -142,9 +167,12 @@ def choose_dialect(call: GatewayRequest, provider: Provider) -> ChatDialect | No
 def _build_without_translation(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderCall:
     changes: dict[str, Any] = {}
     hide_usage = False
-    if call.body and (call.is_dialect_endpoint or (call.stream and call.dialect == "openai-chat")):
+    if is_form(call.headers.get("content-type", "")) and call.is_dialect_endpoint:
+        call = _replace_form_model(call)
+    elif call.body and (call.is_dialect_endpoint or (call.stream and call.dialect == "openai-chat")):
         body_fields = call.body_fields or read_body_fields(call.body)
-        if call.is_dialect_endpoint and call.dialect != "gemini" and body_fields.model != call.model:
+        names_model = call.dialect != "gemini" and bool(call.model)
+        if call.is_dialect_endpoint and names_model and body_fields.model != call.model:
             changes["model"] = call.model
         if (
             call.dialect == "openai-chat"
@@ -180,9 +208,17 @@ def _build_request(call: GatewayRequest, provider: Provider, key: str | None) ->
         raise
 
 
+def _replace_form_model(call: GatewayRequest) -> GatewayRequest:
+    if not call.model:
+        return call
+    return call.with_changes(body=replace_form_model(call.body, call.headers["content-type"], call.model))
+
+
 def _provider_endpoint(call: GatewayRequest, provider: Provider) -> str:
     if call.dialect == "raw":
-        return provider.prefix + call.endpoint
+        unified = find_unified_endpoint(call.endpoint)
+        assert unified is not None
+        return provider.unified_path(call.endpoint, unified.family, call.model)
     return provider.endpoint_for(call.dialect, call.model, call.stream)
 
 

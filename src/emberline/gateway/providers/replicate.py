@@ -14,6 +14,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import UpstreamBroken, UpstreamTimeout
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider, is_trusted_url, report_change
+from emberline.gateway.providers.inference_paths import InferencePaths, without_model_name
 from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
 from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
@@ -48,6 +49,9 @@ class Replicate(Provider):
     slug = "replicate"
     base_url = "https://api.replicate.com/v1"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "models/{model}/predictions"}
+    inference_paths = InferencePaths(
+        ("models/{model...}/predictions", *without_model_name("predictions", "deployments/{}/{}/predictions"))
+    )
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         return "raw"
@@ -94,8 +98,8 @@ class Replicate(Provider):
                 break
             await asyncio.sleep(interval)
             url = f"{self._base_url}/predictions/{quote(prediction.id, safe='')}"
-            poll_request = ProviderRequest(
-                "GET", url, _headers_without_content_type(request.headers), b"", request.public_only
+            poll_request = msgspec.structs.replace(
+                request, method="GET", url=url, headers=_headers_without_content_type(request.headers), body=b""
             )
             reply = await self._fetch_reply(poll_request, upstream, deadline - loop.time())
             if reply.status >= 400:
@@ -128,7 +132,7 @@ class Replicate(Provider):
             "accept": "text/event-stream",
             "cache-control": "no-store",
         }
-        return ProviderRequest("GET", url, headers, b"", request.public_only, request.decoder)
+        return msgspec.structs.replace(request, method="GET", url=url, headers=headers, body=b"")
 
 
 def _headers_without_content_type(headers: Mapping[str, str]) -> dict[str, str]:

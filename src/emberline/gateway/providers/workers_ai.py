@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import msgspec
+
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.paths import DEFAULT_NAME
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.inference_paths import OPENAI_INFERENCE, InferencePaths
 from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
@@ -27,15 +30,17 @@ class WorkersAI(Provider):
         "openai-responses": "v1/responses",
         "openai-embeddings": "v1/embeddings",
     }
+    inference_paths = InferencePaths((*(f"v1/{endpoint}" for endpoint in OPENAI_INFERENCE), "run/{model...}"))
     max_tokens_field = "max_tokens"
 
     def model_from_path(self, endpoint: str) -> str:
         return "" if endpoint.startswith("v1/") else endpoint.removeprefix("run/")
 
+    def normalize_endpoint(self, endpoint: str) -> str:
+        return endpoint if endpoint.startswith(("v1/", "run/")) else f"run/{endpoint}"
+
     def build_url(self, endpoint: str, query: str) -> str:
-        if not endpoint.startswith(("v1/", "run/")):
-            endpoint = f"run/{endpoint}"
-        return super().build_url(endpoint, query)
+        return super().build_url(self.normalize_endpoint(endpoint), query)
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         request = super().build_request(call, key)
@@ -46,10 +51,4 @@ class WorkersAI(Provider):
                 "the Cloudflare account of workers-ai is not set",
                 hint="name it in the path, or in the provider's base_url: .../client/v4/accounts/ACCOUNT/ai",
             )
-        return ProviderRequest(
-            request.method,
-            request.url.replace("{account}", call.account, 1),
-            request.headers,
-            request.body,
-            request.public_only,
-        )
+        return msgspec.structs.replace(request, url=request.url.replace("{account}", call.account, 1))

@@ -13,10 +13,11 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.body_summary import BodySummary, summarize_body
 from emberline.gateway.core.options import RequestOptions
-from emberline.gateway.core.paths import ARN_PROVIDER, COUNT_TOKENS_ENDPOINT, DIALECT_ENDPOINTS, check_path
+from emberline.gateway.core.paths import ARN_PROVIDER, check_path
 from emberline.gateway.core.request import VIRTUAL_PROVIDERS, RequestStep
 from emberline.gateway.core.request_body import BodyFields, read_body_fields
 from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.core.unified_endpoints import find_unified_endpoint
 from emberline.gateway.keys.key_store import is_gateway_key
 from emberline.gateway.providers.base import CREDENTIAL_HEADERS
 from emberline.gateway.providers.registry import ProviderRegistry
@@ -27,7 +28,7 @@ STEPS_HINT = 'send [{"provider": "NAME", "endpoint": "PATH", "headers": {}, "que
 MAX_STEPS = 10
 MAX_STEP_OPTIONS_BYTES = 1 << 16  # of the headers and config of a step
 COMPAT = "compat"  # in place of a provider, which the model name then contains
-COMPAT_ENDPOINTS = tuple(endpoint for endpoint in DIALECT_ENDPOINTS if endpoint != COUNT_TOKENS_ENDPOINT)
+COMPAT_ENDPOINTS = ("chat/completions", "responses", "embeddings", "messages", "completions")
 _CONFIG = {
     "requestTimeout": "cf-aig-request-timeout",
     "maxAttempts": "cf-aig-max-attempts",
@@ -137,7 +138,7 @@ def _build_step(
     provider = registry.find_provider(target.provider, settings)
     return RequestStep(
         target.provider,
-        provider.model_from_path(path) or (fields.model if isinstance(fields.model, str) else ""),
+        provider.model_of(path, fields.model if isinstance(fields.model, str) else ""),
         endpoint=endpoint,
         dialect=provider.dialect_at(path, url_query),
         headers=headers,
@@ -158,7 +159,8 @@ def _build_compat_step(
     """
     fields = parsed.body_fields
     endpoint = path.removeprefix("v1/")
-    if endpoint not in COMPAT_ENDPOINTS:
+    unified = find_unified_endpoint(endpoint)
+    if endpoint not in COMPAT_ENDPOINTS or unified is None:
         hint = f"endpoints: {', '.join(COMPAT_ENDPOINTS)}"
         raise InvalidRequest(
             f"endpoint {path[:80]!r} is not supported in a step with provider compat", param="endpoint", hint=hint
@@ -172,7 +174,7 @@ def _build_compat_step(
         provider,
         model,
         endpoint=endpoint,
-        dialect=DIALECT_ENDPOINTS[endpoint],
+        dialect=unified.dialect,
         headers=headers,
         body=parsed.query,
         stream=fields.stream is True,

@@ -6,6 +6,7 @@ It connects to exactly the address that was checked to be public.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Mapping
@@ -23,14 +24,13 @@ VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forward
 class UpstreamClient:
     def __init__(
         self,
-        connect_timeout_s: float = 5.0,
         resolve: ResolveHost = resolve_public_addresses,
         tls_by_origin: Mapping[str, ssl.SSLContext] | None = None,
     ) -> None:
         """`tls_by_origin`: the TLS contexts of origins whose certificates do not come from one of the system's CAs."""
         self._resolve = resolve
         self._pool = HTTPConnectionPool(
-            connect_timeout_s=connect_timeout_s,
+            connect_timeout_s=math.inf,  # each request has its own
             idle_timeout_s=IDLE_CONNECTION_S,
             retries_stale=True,
             dial=self.connect_to_public,
@@ -54,7 +54,14 @@ class UpstreamClient:
         via = f"{request.headers['via']}, {VIA_VALUE}" if "via" in request.headers else VIA_VALUE
         headers = {"accept-encoding": "identity", **request.headers, "via": via}
         return await self._pool.request(
-            origin, request.method, path, headers, request.body, timeout_s, checks_address=request.public_only
+            origin,
+            request.method,
+            path,
+            headers,
+            request.body,
+            timeout_s,
+            checks_address=request.public_only,
+            connect_timeout_s=request.connect_timeout_s,
         )
 
     async def connect_to_public(self, host: str, port: int) -> socket.socket:

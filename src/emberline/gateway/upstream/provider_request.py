@@ -16,6 +16,7 @@ class ProviderRequest(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     body: bytes
     public_only: bool = False  # connect to public addresses only (custom providers)
+    connect_timeout_s: float = 5.0  # for opening a connection, if none is idle
     decoder: Callable[[], ReplyDecoder] | None = None  # makes the decoder of a reply in the provider's own format
 
 

@@ -5,8 +5,10 @@ import { element } from "../dom.js";
 import { wireTheme } from "../theme.js";
 import { Session } from "./session.js";
 import { showToast, withIcon } from "./components.js";
+import { fetchOk } from "./api.js";
 import { audit } from "./audit.js";
 import { budgets } from "./budgets.js";
+import { connect } from "./connect.js";
 import { gateways } from "./gateways.js";
 import { keys } from "./keys.js";
 import { logs } from "./logs.js";
@@ -22,6 +24,7 @@ const $ = (id) => document.getElementById(id);
     page is left, and callbacks to report that the gateway responds or that the key is no longer valid. */
 const PAGES = {
   overview: ["Overview", overview],
+  connect: ["Connect", connect],
   logs: ["Logs", logs],
   playground: ["Playground", playground],
   keys: ["Keys", keys],
@@ -33,6 +36,8 @@ const PAGES = {
   audit: ["Changes", audit],
 };
 
+const WRONG_KEY = "Wrong admin key: this gateway does not know it, or it is expired or revoked.";
+
 class App {
   constructor() {
     this.session = null;
@@ -41,7 +46,10 @@ class App {
     $("pages").append(...links);
     window.addEventListener("hashchange", () => this.openPage());
     $("sign-in").addEventListener("submit", (event) => this.signIn(event));
-    $("sign-out").addEventListener("click", () => this.signOut());
+    $("sign-out").addEventListener("click", async () => {
+      await this.session?.revoke();
+      this.signOut();
+    });
     $("skip").addEventListener("click", (event) => {
       event.preventDefault(); // the URL fragment names the page
       $("main").focus();
@@ -56,13 +64,30 @@ class App {
   }
 
   async start() {
+    const token = location.hash.match(/^#\/sign-in\?token=([\w-]+)$/)?.[1];
+    if (token) return this.signInByLink(token);
     const stored = Session.load();
     if (stored) await this.enter(stored);
+  }
+
+  /** Exchange the one-time token of a sign-in link for a key. The token is first removed from the address and history. */
+  async signInByLink(token) {
+    history.replaceState(null, "", "#/overview");
+    try {
+      const request = { method: "POST", body: JSON.stringify({ token }), headers: { "content-type": "application/json" }, cache: "no-store" };
+      const { key, account, id } = await (await fetchOk("sign-in", request)).json();
+      await this.enter(new Session(key, account, "", id));
+    } catch (error) {
+      const stored = Session.load(); // a link that does not work must not end the session that this tab has
+      if (stored) showToast(error.message);
+      await (stored ? this.enter(stored) : this.signOut(error.message));
+    }
   }
 
   async signIn(event) {
     event.preventDefault();
     const { token, account } = $("sign-in").elements;
+    if (!/^[!-~]+$/.test(token.value.trim())) return this.signOut(WRONG_KEY); // such a text cannot be sent as a key
     await this.enter(new Session(token.value.trim(), account.value.trim()));
     if (this.session) token.value = "";
   }
@@ -73,7 +98,7 @@ class App {
     try {
       await this.loadGateways(session);
     } catch (error) {
-      return this.signOut(error.message);
+      return this.signOut(error.status === 401 ? WRONG_KEY : error.message);
     }
     this.session = session;
     document.body.dataset.signed = "in";
@@ -104,6 +129,7 @@ class App {
   }
 
   async openPage() {
+    if (location.hash.startsWith("#/sign-in?")) return this.start(); // a sign-in link was opened in a tab of the dashboard
     if (!this.session) return;
     this.pageAbort.abort();
     $("dialog").close();

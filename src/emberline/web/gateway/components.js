@@ -50,6 +50,42 @@ export function field({ name, label, kind = "text", value = "", options = null, 
   return element("label", { className: wide ? "wide" : "" }, label, input, hint ? element("small", {}, hint) : null);
 }
 
+/** Return a field to choose any number of values from a list, or to enter others. Its value is a text with commas.
+    `setOptions([[value, label, note], ...])` fills the list later. */
+export function choices({ name, label, value = "", none = "any" }) {
+  const chosen = new Set(list(value));
+  const input = element("input", { type: "hidden", name, value });
+  const summary = element("summary", {});
+  const other = element("input", { type: "text", placeholder: "another value", ariaLabel: `Another value of ${label}` });
+  const options = element("div");
+  const node = element("details", { className: "choices", data: { choices: name } }, summary, input, element("div", {}, options, other));
+  const show = () => {
+    input.value = [...chosen].join(",");
+    summary.textContent = [...chosen].join(", ") || none;
+    summary.title = summary.textContent;
+  };
+  const setOptions = (known) => {
+    const unknown = [...chosen].filter((each) => !known.some(([option]) => option === each)).map((each) => [each, each, ""]);
+    const boxes = [...unknown, ...known].map(([option, text, note]) => {
+      const box = element("input", { type: "checkbox", checked: chosen.has(option), value: option });
+      box.onchange = () => (box.checked ? chosen.add(option) : chosen.delete(option), show());
+      return element("label", { className: "check" }, box, text, note ? element("small", {}, note) : null);
+    });
+    options.replaceChildren(...boxes);
+  };
+  other.onchange = () => {
+    list(other.value).forEach((each) => chosen.add(each));
+    other.value = "";
+    setOptions([...options.querySelectorAll("input")].map((box) => [box.value, box.value, ""]).filter(([option], i, all) => all.findIndex(([each]) => each === option) === i));
+    show();
+  };
+  node.addEventListener("toggle", () => node.open && document.querySelectorAll("details.choices[open]").forEach((each) => each !== node && (each.open = false)));
+  node.addEventListener("keydown", (event) => event.key === "Escape" && (node.open = false));
+  setOptions([]);
+  show();
+  return { node: element("div", {}, element("span", { className: "about" }, label), node), setOptions };
+}
+
 /** Return a form that calls `save(values)` on submit and shows its error message. */
 export function form(fields, submit, save) {
   const errorNode = element("p", { className: "form-error wide", role: "alert", hidden: true });
@@ -64,11 +100,27 @@ export function form(fields, submit, save) {
     } catch (error) {
       errorNode.textContent = error.message;
       errorNode.hidden = false;
+      showFieldError(node, error);
     } finally {
       send.disabled = false;
     }
   });
   return node;
+}
+
+/** Show an error beside the field that `error.param` names, and move to it. The field's next change removes the message. */
+export function showFieldError(node, { message, param }) {
+  node.querySelectorAll(".field-error").forEach((old) => old.remove());
+  const input = param && [...node.elements].find(({ name }) => name && (param === name || param.startsWith(`${name}.`) || param.startsWith(`${name}[`)));
+  const place = input ? input.closest("label") : param && node.querySelector(`[data-list="${CSS.escape(param.split(/[.[]/)[0])}"]`);
+  if (!place) return;
+  const note = element("small", { className: "field-error" }, message);
+  place.append(note);
+  place.closest("details")?.setAttribute("open", "");
+  place.scrollIntoView({ block: "center" });
+  input?.focus();
+  input?.setAttribute("aria-invalid", "true");
+  place.addEventListener("input", () => (note.remove(), input?.removeAttribute("aria-invalid")), { once: true });
 }
 
 export function values(node) {

@@ -18,6 +18,11 @@ export const money = orDash((micros) => {
   return dollars >= 0.1 ? `$${dollars.toFixed(2)}` : `$${dollars.toFixed(6).replace(/0+$/, "")}`;
 });
 
+/** What a request to one's own server costs: no provider bills it. */
+export const LOCAL_COST = "local";
+export const isLocal = (provider) => ["emberline", "ollama"].includes(provider);
+export const costOf = ({ provider, micros }) => (isLocal(provider) && !micros ? LOCAL_COST : money(micros));
+
 export const millis = orDash((ms) => {
   if (ms < 1000) return `${ms < 10 ? Number(ms.toFixed(1)) : Math.round(ms)} ms`;
   return ms < 60_000 ? `${(ms / 1e3).toFixed(ms < 10_000 ? 2 : 1)} s` : `${Math.floor(ms / 60_000)} min ${Math.round((ms % 60_000) / 1e3)} s`;

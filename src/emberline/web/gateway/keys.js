@@ -2,7 +2,7 @@
 
 import { copyButton, element } from "../dom.js";
 import { NONE, formatDate } from "./format.js";
-import { withErrorToast, openDialog, button, openConfirmDialog, closeDialog, field, form, head, list, pill, showToast, table } from "./components.js";
+import { withErrorToast, openDialog, button, openConfirmDialog, closeDialog, field, form, head, link, list, pill, showToast, table } from "./components.js";
 import { segment } from "./api.js";
 
 const patternText = (patterns) => (patterns.length === 1 && patterns[0] === "*" ? "any" : patterns.join(", ") || "none");
@@ -29,7 +29,8 @@ class Keys {
     const [items, gateways] = await Promise.all([this.api.all("keys", this.context.signal), this.api.all("gateways", this.context.signal)]);
     const openGateways = gateways.filter(({ value }) => !value.authentication).map(({ id }) => id);
     this.warning.hidden = !openGateways.length;
-    this.warning.replaceChildren(element("strong", {}, "Authentication is off"), ` for ${openGateways.join(", ")}: requests without a key are answered. To require a key, set authentication to true in the settings of the gateway (page Gateways, or the configuration file).`);
+    const settings = openGateways.flatMap((id, i) => [i ? ", " : "", link(`#/gateways/${segment(id)}`, id)]);
+    this.warning.replaceChildren(element("strong", {}, "Authentication is off"), " for ", ...settings, ": requests without a key are answered. To require a key, change the settings of the gateway.");
     const columns = [
       ["Name", (k) => element("span", { className: "entry" }, element("b", {}, k.name), element("small", {}, `${k.shown}…`)), "wide"],
       ["Scopes", (k) => element("span", { className: "badges" }, ...k.scopes.map((scope) => pill(scope, scope === "admin" ? "mild" : "good")))],

@@ -1,7 +1,7 @@
 /** The overview: requests, cost, tokens and latency over time, read from rollups, so that a month loads as fast as an hour. */
 
 import { element } from "../dom.js";
-import { NONE, count, millis, money, percent, ratio } from "./format.js";
+import { LOCAL_COST, NONE, count, isLocal, millis, money, percent, ratio } from "./format.js";
 import { live } from "./live.js";
 import { head, link, table } from "./components.js";
 import { TimeChart } from "./timechart.js";
@@ -126,8 +126,13 @@ class Overview {
   }
 }
 
-/** The cost of the requests whose price is known; "≥" if some have no price. */
-const cost = ({ micros, unpriced, requests }) => (unpriced === requests ? NONE : `${unpriced ? "≥ " : ""}${money(micros)}`);
+/** The cost of the requests whose price is known; "≥" if others have no price. `value`: PROVIDER or PROVIDER/MODEL. */
+function cost({ value, micros, unpriced }) {
+  const [provider] = String(value ?? "").split("/");
+  if (isLocal(provider) && !micros) return LOCAL_COST;
+  if (!unpriced) return money(micros);
+  return micros ? `≥ ${money(micros)}` : NONE;
+}
 
 /** Return the query of the log explorer for a value of a dimension; models are named provider/model. */
 function logFilter(dimension, filter, value) {
@@ -143,28 +148,28 @@ function charts() {
       format: count,
       bars: true,
       series: [
-        { label: "answered", tone: "ember", value: plainAnswers },
-        { label: "cached", tone: "sage", value: (c) => c.cached },
-        { label: "fallback", tone: "sand", value: (c) => c.rescued },
+        { label: "answered", tone: "ok", value: plainAnswers },
+        { label: "cached", tone: "cached", value: (c) => c.cached },
+        { label: "fallback", tone: "fallback", value: (c) => c.rescued },
         { label: "failed", tone: "fail", value: (c) => c.errors },
       ],
     }),
-    cost: one("Cost", money, "cost", "sand", (c) => c.micros, { bars: true }),
+    cost: one("Cost", money, "cost", "plum", (c) => c.micros, { bars: true }),
     tokens: new TimeChart({
       title: "Tokens",
       format: count,
       bars: true,
       series: [
         { label: "in", tone: "sky", value: (c) => c.tokens_in },
-        { label: "out", tone: "ember", value: (c) => c.tokens_out },
+        { label: "out", tone: "plum", value: (c) => c.tokens_out },
       ],
     }),
     latency: new TimeChart({
       title: "Latency",
       format: millis,
-      series: ["p50", "p90", "p99"].map((name, i) => ({ label: name, tone: ["sky", "sand", "ember"][i], value: (c) => c[`duration_${name}`] ?? null })),
+      series: ["p50", "p90", "p99"].map((name, i) => ({ label: name, tone: ["sky", "sand", "plum"][i], value: (c) => c[`duration_${name}`] ?? null })),
     }),
-    cache: one("Cache hits", percent, "of requests", "sage", rate("cached"), { max: 1 }),
+    cache: one("Cache hits", percent, "of requests", "sky", rate("cached"), { max: 1 }),
     errors: one("Errors", percent, "of requests", "fail", rate("errors")),
   };
 }

@@ -47,15 +47,15 @@ class Providers {
     this.keys.replaceChildren(table("Provider keys", columns, keys, { none: "No keys are stored. Requests can bring their own." }));
     const customColumns = [
       ["Name", ({ value }) => element("span", { className: "entry" }, element("b", {}, value.name), element("small", {}, `custom-${value.slug}`)), "wide"],
-      ["Base URL", ({ value }) => value.base_url],
-      ["APIs", ({ value }) => value.speaks?.join(", ") ?? "OpenAI"],
+      ["Base URL", ({ value }) => value.base_url, "wrap"],
+      ["APIs", ({ value }) => value.speaks?.join(", ") ?? "OpenAI", "wrap"],
       ["State", ({ value }) => (value.enable ? pill("on", "good") : pill("off", "bad"))],
       ["", (item) => element("span", { className: "actions" }, button("Change", () => this.edit(item)), this.deleteButton(`custom-providers/${segment(item.id)}`, item.value.name))],
     ];
     const builtInColumns = [
-      ["Provider", ({ slug }) => element("b", {}, slug), "wide"],
-      ["Base URL", ({ base_url }) => base_url || NONE],
-      ["APIs", ({ speaks }) => speaks.join(", ") || NONE],
+      ["Provider", ({ slug }) => element("b", {}, slug)],
+      ["Base URL", ({ base_url }) => base_url || NONE, "wrap"],
+      ["APIs", ({ speaks }) => speaks.join(", ") || NONE, "wrap"],
       ["Key", ({ needs_key, has_key }) => (has_key ? pill("stored", "good") : needs_key ? pill("none", "mild") : "not required")],
       ["", ({ slug, has_key }) => (has_key ? null : button("Store a key", () => this.store({ provider: slug, alias: "default" })))],
     ];

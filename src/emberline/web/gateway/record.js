@@ -1,7 +1,7 @@
 /** One log record: its figures, the full request and response, and feedback. */
 
 import { copyButton, element, icon } from "../dom.js";
-import { NONE, count, formatDateTime, millis, money } from "./format.js";
+import { NONE, count, formatDateTime, millis, costOf, money } from "./format.js";
 import { withErrorToast, button, empty, field, form, head, showToast } from "./components.js";
 import { badges, status } from "./records.js";
 import { requestMessages, responseMessages } from "./messages.js";
@@ -35,9 +35,10 @@ function facts(r) {
     ["path", r.path],
     ["dialect", r.stream ? `${r.dialect}, streamed` : r.dialect],
     ["ended", r.ended],
+    ...(r.message ? [["message", r.message]] : []),
     ["duration", millis(r.duration)],
     ["first content", millis(r.first_byte)],
-    ["cost", r.custom_cost ? `${money(r.micros)} (set by the client)` : money(r.micros)],
+    ["cost", r.custom_cost ? `${money(r.micros)} (set by the client)` : costOf(r)],
     ["tokens in", `${count(usage.input)}${usage.cached_read ? ` (${count(usage.cached_read)} cached)` : ""}`],
     ["tokens out", `${count(usage.output)}${usage.reasoning ? ` (${count(usage.reasoning)} reasoning)` : ""}${r.estimated ? ", estimated" : ""}`],
     ["step", String(r.step)],

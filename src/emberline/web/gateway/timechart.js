@@ -16,6 +16,8 @@ export class TimeChart {
     this.about = element("span", { className: "about" });
     this.values = series.map(({ label, tone }) => ({ label, value: element("b", {}), node: element("span", { className: `key ${tone}` }, label) }));
     this.paths = series.map(({ tone }) => svg("path", { class: `${bars ? "column" : "line"} ${tone}` }));
+    // A pattern as well as a colour. In a style sheet, the reference would be to a part of the style sheet.
+    series.forEach(({ tone }, i) => bars && tone === "fail" && (this.paths[i].style.fill = "url(#failed-pattern)"));
     this.cursor = svg("path", { class: "cursor" });
     const frame = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: "0" };
     this.plot = svg("svg", frame, svg("path", { class: "grid", d: `M0 ${HEIGHT / 2}H${WIDTH}` }), ...this.paths, this.cursor);
