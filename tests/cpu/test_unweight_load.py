@@ -62,7 +62,7 @@ def test_packed_experts_give_same_output(tmp_path: Path) -> None:
     config = {**tiny.CONFIGS["qwen3-moe"], "hidden_size": 96, "moe_intermediate_size": 88}
     source = tiny.write(tmp_path / "plain", config, dtype=torch.bfloat16, shards=2)
     target = pack_checkpoint(source, tmp_path / "packed")
-    assert main(["unweight", "verify", str(target), str(source), "--quiet"]) == 0
+    assert main(["unweight", "verify", str(source), str(target), "--quiet"]) == 0
     assert is_coded(Checkpoint.open(target).tensor_info("model.layers.2.mlp.experts.6.down_proj.weight"))
     plain, ours = load_decoder(source), load_decoder(target)
     assert (plain.fingerprint, plain.weight_bytes) == (ours.fingerprint, ours.weight_bytes)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from emberline.gateway.core.settings import ProviderSettings
+from emberline.gateway.settings_store import read_configured_gateways
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILES = sorted((DEPLOY / "docker").glob("Dockerfile*"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -81,3 +84,12 @@ def test_units_start_commands_with_valid_options(path: Path) -> None:
     parser.parse_args(shlex.split(command)[1:])
     assert ("DynamicUser=yes" in text or "User=emberline" in text) and "NoNewPrivileges=yes" in text
     assert re.search("^(Group|SupplementaryGroups)=emberline$", text, re.MULTILINE), "it cannot read TLS files"
+
+
+def test_configuration_file_in_the_docs_starts_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (DEPLOY.parent / "docs" / "gateway.md").read_text()
+    (sample,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+    gateways = read_configured_gateways(tomllib.loads(sample), ProviderSettings(base_url="http://127.0.0.1:8000"))
+    assert gateways["default", "default"].authentication is True
+    assert not {"store", "redis"} & tomllib.loads(sample).keys(), "these need servers that a reader does not have"

@@ -17,7 +17,7 @@ from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError, UnsupportedModel
 from emberline.core.transfer_config import TransferConfig
 from emberline.engine.gpu_plan import GPUPlan, GPUSetPlan, plan_gpus
-from emberline.engine.gpu_set import GPU_MEMORY_BYTES, GPUSet
+from emberline.engine.gpu_set import GPU_MODELS, GPUSet
 from emberline.engine.layout_choice import choose_layout
 from emberline.engine.memory import RESERVE_BYTES, plan_engine_memory
 from emberline.engine.ranks.layout import Layout
@@ -88,7 +88,12 @@ def test_one_gpu_is_planned_as_the_engine_plans_it(settings: dict[str, Any]) -> 
     packed = settings.get("weights") == "packed"
     dtype = settings.get("dtype", "bfloat16")
     expected = plan_engine_memory(
-        ModelConfig.from_hf(LLAMA_8B), engine_settings, GPU_MEMORY_BYTES["H200"], dtype, packed=packed, kernels="hopper"
+        ModelConfig.from_hf(LLAMA_8B),
+        engine_settings,
+        GPU_MODELS["H200"].memory_bytes,
+        dtype,
+        packed=packed,
+        kernels="hopper",
     )
     (found,) = make_plan(LLAMA_8B, "H200", **settings).plans
     assert (found.sharing, found.max_context) == ("one GPU", expected.max_context)
@@ -241,7 +246,9 @@ def test_sequences_at_the_same_time_keep_only_their_windows() -> None:
 def test_groups_of_layers_are_planned_as_the_engine_plans_them(name: str, settings: dict[str, Any]) -> None:
     engine_settings = EngineConfig.build("", **settings).with_gpu_defaults()
     config = ModelConfig.from_hf(GROUPED[name])
-    expected = plan_engine_memory(config, engine_settings, GPU_MEMORY_BYTES["H200"], "bfloat16", kernels="hopper")
+    expected = plan_engine_memory(
+        config, engine_settings, GPU_MODELS["H200"].memory_bytes, "bfloat16", kernels="hopper"
+    )
     assert not expected.groups.is_single
     (found,) = make_plan(GROUPED[name], "H200", **settings).plans
     assert found.fixed == {part: getattr(expected, part) for part in found.fixed}
@@ -420,7 +427,7 @@ def test_ranks_with_requests_of_their_own_are_planned_as_the_engine_plans_them(m
     config = Layout.of_gpus(own.parallel).shard(0).shard_config(ModelConfig.from_hf(load(model)))
     found = make_plan(model, gpus, **settings)
     expected, without = (
-        plan_engine_memory(config, each, GPU_MEMORY_BYTES[gpus[2:]], "bfloat16", kernels="hopper")
+        plan_engine_memory(config, each, GPU_MODELS[gpus[2:]].memory_bytes, "bfloat16", kernels="hopper")
         for each in (own, own.with_settings(dp_attention=False))
     )
     planned = select_own(found)

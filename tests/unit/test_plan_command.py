@@ -12,8 +12,10 @@ import pytest
 
 from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
+from emberline.engine.gpu_set import GPU_MODELS
 from emberline.planner import fleet_plan
 from emberline.planner.accuracy import SimulationError
+from emberline.planner.gpu_speeds import find_gpu_speed
 from emberline.planner.plan_page import render_page
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -100,7 +102,7 @@ def test_names_of_files_are_escaped(written: tuple[dict[str, Any], str]) -> None
     [
         ({"max_gpus": "0"}, "max_gpus is 0", "--max-gpus"),
         ({"gpu": "tpu"}, "'tpu'", "h200"),
-        ({"gpu": "B200"}, "'B200'", "h200"),
+        ({"gpu": "V100"}, "'V100'", "h200"),
         ({"model": "/no/such/model"}, "/no/such/model", ""),
         ({"traffic": ""}, "rate, in, out", "rate="),
         ({"traffic": "/no/such/trace"}, "neither a file", "rate="),
@@ -166,3 +168,20 @@ def test_plan_states_the_measured_errors_of_the_simulator(written: tuple[dict[st
     results = json.loads((CONFIGS.parent / "results" / "sim-accuracy.json").read_text())["results"]
     for name in ("ttft_p90_error_max", "itl_p90_error_max", "h200_ttft_p90_error_max", "h200_itl_p90_error_max"):
         assert f"{100 * results[name]['value']:.1f} %" in stated
+
+
+@pytest.mark.parametrize("name", GPU_MODELS)
+def test_speed_of_each_known_gpu_is_its_share_of_the_data_sheet(name: str) -> None:
+    speed, measured = find_gpu_speed(name.lower()), find_gpu_speed("h200")
+    gpu, reference = GPU_MODELS[name], GPU_MODELS["H200"]
+    assert speed.read_bytes_s / measured.read_bytes_s == pytest.approx(gpu.read_bytes_s / reference.read_bytes_s)
+    assert ("not measured" in speed.note) == (name != "H200")
+    assert ("does not run" in speed.note) == (name == "MI300X")
+
+
+def test_plan_for_a_gpu_that_was_not_measured_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, data = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert main(words(gpu="rtx-4090", slo="ttft_p90=2s,itl_p90=90ms", html=str(page), json=str(data))) == 0
+    assert "The RTX4090 was not measured" in capsys.readouterr().out
+    assert "<title>1 GPU (RTX4090) serves llama-3.1-8b, as 1 x plain</title>" in page.read_text()
+    assert {"speed of the RTX4090", "memory"} <= {row["figure"] for row in json.loads(data.read_text())["basis"]}

@@ -16,6 +16,7 @@ import pytest
 import unweight_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_gguf import write_gguf
 from safetensors import safe_open
 
 from emberline.cli.__main__ import main
@@ -120,7 +121,7 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"mlp.experts.down_proj": experts} | {f"mlp.experts.{i}.w1.weight": e for i, e in enumerate(experts)}
     source = unweight_models.save(tmp_path / "plain", found)
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
-    assert main(["unweight", "verify", str(tmp_path / "packed"), str(source), "--quiet"]) == 0
+    assert main(["unweight", "verify", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
     assert main(["unweight", "unpack", str(tmp_path / "packed"), str(tmp_path / "again"), "--quiet"]) == 0
     assert contents(tmp_path / "again") == contents(source)
     capsys.readouterr()
@@ -226,7 +227,7 @@ def test_verify_names_errors(packed_model: Path, capsys: pytest.CaptureFixture[s
     captured = capsys.readouterr()
     assert "'odd'" in captured.err and "block 0" in captured.err and captured.out == "problems found: 1\n"
     (packed_model / "config.json").write_text("{}")
-    assert main(["unweight", "verify", str(packed_model), str(packed_model.parent / "plain"), "--quiet"]) == 1
+    assert main(["unweight", "verify", str(packed_model.parent / "plain"), str(packed_model), "--quiet"]) == 1
     assert "config.json" in capsys.readouterr().err
 
 
@@ -266,7 +267,7 @@ def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     source, packed_model, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
     assert main(["unweight", "pack", str(source), str(packed_model), "--quiet"]) == 0
     assert "smaller" in capsys.readouterr().out
-    assert main(["unweight", "verify", str(packed_model), str(source)]) == 0
+    assert main(["unweight", "verify", str(source), str(packed_model)]) == 0
     captured = capsys.readouterr()
     assert "all tensors match their hashes" in captured.out and "100%" in captured.err
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
@@ -365,3 +366,9 @@ def test_newer_version_is_refused(packed_model: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"', 1))
     with pytest.raises(EmberlineError, match="version '2'"):
         Checkpoint.open(packed_model)
+
+
+def test_sound_gguf_is_not_called_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_gguf(tmp_path / "model.gguf", "Q4_0")
+    assert main(["unweight", "verify", str(tmp_path / "model.gguf"), "--quiet"]) != 0
+    assert "is a GGUF file, not a packed model" in capsys.readouterr().err

@@ -279,12 +279,15 @@ def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[
 
 def _check_ranks(args: argparse.Namespace, config: ModelConfig) -> Iterator[DoctorFinding]:
     """Show how the ranks of --tp, --pp and --ep divide the model, or which values are possible."""
+    from emberline.core.cpus import core_count
     from emberline.engine.ranks.layout import Layout
     from emberline.engine.ranks.settings import check_divisible, possible_tensor_ranks
 
     tensor_ranks = ", ".join(map(str, possible_tensor_ranks(config, MAX_SHOWN_RANKS)))
     stages = min(config.layers, MAX_SHOWN_RANKS)
-    yield DoctorFinding("  ranks", f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}", None)
+    divisible = f"can be divided on a CPU with --tp {tensor_ranks} and --pp 1 to {stages}"
+    own_cores = f"; of these ranks, {core_count()} can have cores of their own here (--threads 1 lets more share them)"
+    yield DoctorFinding("  ranks", divisible + own_cores, None)
     try:
         layout = Layout.from_config(_plan_settings(args).parallel)
         check_divisible(layout, config)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from emberline.cli.options import parse_comma_list
 from emberline.core.output_file import check_output_file
+from emberline.engine.gpu_set import GPU_MODELS
 from emberline.planner.measured_figures import START_S
 
 
@@ -18,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="The model: the path of a config.json, a directory or a name. Weights are not needed.",
     )
-    parser.add_argument("--gpu", required=True, help="The GPU: h200, or h100 (projected from the H200).")
+    parser.add_argument(
+        "--gpu", required=True, help=f"The GPU: {', '.join(map(str.lower, GPU_MODELS))}. All but h200 are computed."
+    )
     parser.add_argument(
         "--traffic",
         required=True,

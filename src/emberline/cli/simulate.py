@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from emberline.cli.options import parse_comma_list
@@ -27,6 +28,8 @@ from emberline.sim.link import KVLink
 from emberline.sim.result import Distribution, SimResult
 from emberline.sim.workloads.parse import EXAMPLE, parse_workload
 
+PROGRESS_SIMULATED_SECONDS = 1.0  # between two looks at the wall clock
+PROGRESS_INTERVAL_S = 1.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 ROUTING: dict[str, Callable[[int], WorkerChooser]] = {
     "router": lambda seed: choose_worker_by_policy,
@@ -85,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
     cluster = SimCluster(_make_config(args, costs), ROUTING[args.routing](args.seed))
     for time in args.kill:
         cluster.call_at(time, lambda: _replace_first_worker(cluster, args.start_seconds))
+    progress = SimulationProgress(cluster)
+    if sys.stderr.isatty():
+        cluster.call_every(PROGRESS_SIMULATED_SECONDS, progress.show)
     report = _make_report(cluster.run(workload.sessions(args.seed), args.until), costs)
+    progress.clear()
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -93,6 +100,24 @@ def run(args: argparse.Namespace) -> int:
     if not report["requests"]:
         print("no request was answered", file=sys.stderr)
     return 0 if report["requests"] else 1
+
+
+class SimulationProgress:
+    """A line on stderr that shows, about once a second, how far a simulation is."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster, self._next_at, self._is_shown = cluster, monotonic() + PROGRESS_INTERVAL_S, False
+
+    def show(self) -> None:
+        if monotonic() < self._next_at:
+            return
+        self._next_at, self._is_shown = monotonic() + PROGRESS_INTERVAL_S, True
+        done = f"{self._cluster.now:,.0f} s simulated, {self._cluster.result.requests:,} requests answered"
+        print(f"\r{done}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _load_costs(args: argparse.Namespace) -> StepCostTable:

@@ -25,13 +25,14 @@ th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--line); text-align
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; } td.number { white-space: nowrap; }
 td.number, th.number { text-align: right; } td:first-child { min-width: 11rem; }
 .badge { color: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: 0 .4em; font-size: .85em; }
-.missed { color: var(--bad); } code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
-svg { display: block; width: 100%; max-width: 860px; margin: 1rem 0; padding: .8rem; background: var(--raised);
+.missed { color: var(--bad); } td code { white-space: nowrap; }
+code { font: .88em ui-monospace, Menlo, Consolas, monospace; }
+svg { display: block; width: 100%; max-width: 640px; margin: 1rem 0; padding: .8rem; background: var(--raised);
   border: 1px solid var(--line); border-radius: 12px; box-sizing: border-box; }
 @media (max-width: 45rem) { body { padding: 1rem; } svg { width: 860px; max-width: none; } }
 svg text { font: 12px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
 svg .faint { fill: var(--soft); } svg .title { font-weight: 600; font-size: 13px; }
-svg .good { fill: var(--ember); } svg .bad { fill: var(--bad); opacity: .55; }
+svg .good { fill: var(--sage); } svg .bad { fill: var(--bad); opacity: .55; }
 svg .limit { stroke: var(--sky); stroke-dasharray: 4 3; fill: none; } svg .grid { stroke: var(--line); fill: none; }
 svg .line { fill: none; stroke-width: 2; } svg .s0 { stroke: var(--ember); } svg .s1 { stroke: var(--sky); }
 svg .s2 { stroke: var(--sage); } svg .s3 { stroke: var(--sand); } svg .s4 { stroke: var(--soft); }
@@ -44,7 +45,12 @@ def write_page(report: dict[str, Any], path: Path) -> None:
 
 
 def render_page(report: dict[str, Any]) -> str:
-    title = f"{report['model']} on {report['gpu']}"
+    best = report["candidates"][0]
+    model = Path(report["model"])
+    name = model.stem if model.suffix == ".json" else model.name
+    served = "serves" if best["gpus"] == 1 else "serve"
+    outcome = served if best["meets_slo"] else "cannot serve within the targets"
+    title = f"{count_gpus(best['gpus'])} ({report['gpu']}) {outcome} {name}, as {best['topology']}"
     body = [
         *_head(report, title),
         "<h2>Candidates</h2>",
@@ -68,14 +74,16 @@ def render_page(report: dict[str, Any]) -> str:
 
 
 def _head(report: dict[str, Any], title: str) -> Iterable[str]:
-    traffic, slo, best = report["traffic"], report["slo"], report["candidates"][0]
-    yield f"<h1>{escape(title)}: {count_gpus(best['gpus'])} as {escape(best['topology'])}</h1>"
+    traffic, slo = report["traffic"], report["slo"]
+    yield f"<h1>{escape(title)}</h1>"
     yield (
         f'<p class="soft">Traffic: {traffic["requests_per_second"]:g} requests/s of'
         f" {traffic['mean_prompt_tokens']:g} + {traffic['mean_output_tokens']:g} tokens,"
         f" {traffic['shared_prefix_share']:.0%} of prompts shared. Targets, 90th percentiles: first token"
         f" {slo['ttft_p90_ms']:g} ms, inter-token {slo['itl_p90_ms']:g} ms. Seed {report['seed']}.</p>"
     )
+    if report["gpu_note"]:
+        yield f"<p>{escape(report['gpu_note'])}</p>"
 
 
 def _candidates(report: dict[str, Any]) -> Iterable[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from emberline.planner.fleet_plan import FleetPlan
+from emberline.planner.gpu_speeds import MEASURED_GPU
 from emberline.planner.measured_figures import START_FILE, START_S
 from emberline.planner.measured_shapes import projection_error
 from emberline.planner.search import Candidate
@@ -25,6 +26,7 @@ def report_plan(plan: FleetPlan) -> dict[str, Any]:
     return {
         "model": plan.settings.model,
         "gpu": plan.settings.gpu.name,
+        "gpu_note": plan.settings.gpu.note,
         "seed": plan.settings.seed,
         "traffic": {
             "description": traffic.description,
@@ -136,6 +138,9 @@ def _list_basis(plan: FleetPlan) -> Iterator[dict[str, str]]:
     kinds = {pool.kind.name: pool.kind for candidate in plan.candidates for pool in candidate.topology.pools}
     for name, kind in kinds.items():
         yield _basis(f"step costs, {name}", kind.basis, kind.source, _describe_cost_error(kind))
+    if plan.settings.gpu.note:
+        source = f"data sheet, at the share of it that an {MEASURED_GPU} reaches"
+        yield _basis(f"speed of the {plan.settings.gpu.name}", "computed", source, NOT_MEASURED)
     how = "virtual clock, production router, scheduler and KV manager"
     if any(each.topology.is_split for each in plan.candidates):
         how += "; of prefill and decode workers, runs of steps at once"

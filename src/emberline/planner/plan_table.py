@@ -14,6 +14,8 @@ def format_plan(report: dict[str, Any]) -> Iterator[str]:
         f" {traffic['mean_prompt_tokens']:g} + {traffic['mean_output_tokens']:g} tokens,"
         f" p90 targets: first token {slo['ttft_p90_ms']:g} ms, inter-token {slo['itl_p90_ms']:g} ms"
     )
+    if report["gpu_note"]:
+        yield report["gpu_note"]
     yield ""
     yield from _format_candidates(report)
     yield ""

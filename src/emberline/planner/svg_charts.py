@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 860
-LABEL_WIDTH, VALUE_WIDTH = 330, 90  # widths of the texts beside a bar
-BAR_HEIGHT, BAR_GAP, TOP = 18, 8, 26
+WIDTH = 440  # so that a phone shows texts at about their own size
+VALUE_WIDTH = 70  # of the text beside a bar; the label is above it
+LABEL_HEIGHT, BAR_HEIGHT, BAR_GAP, TOP = 18, 14, 8, 26
 LINE_HEIGHT, MARGIN_LEFT, MARGIN_RIGHT, MARGIN_BOTTOM = 260, 56, 16, 44
 LEGEND_LINE_HEIGHT = 18
 SERIES_CLASSES = 5  # classes s0 to s4 of the page's style
@@ -32,19 +32,20 @@ class ChartLine:
 def draw_bars(title: str, unit: str, bars: Sequence[ChartBar], limit: float | None = None) -> str:
     """Return a chart with a bar for each value, and a dashed line at the limit."""
     most = max([bar.value for bar in bars if bar.value is not None] + [limit or 0.0]) * 1.05 or 1.0
-    scale = (WIDTH - LABEL_WIDTH - VALUE_WIDTH) / most
-    height = TOP + len(bars) * (BAR_HEIGHT + BAR_GAP) + 22
+    scale = (WIDTH - VALUE_WIDTH) / most
+    row_height = LABEL_HEIGHT + BAR_HEIGHT + BAR_GAP
+    height = TOP + len(bars) * row_height + 22
     parts = []
     for number, bar in enumerate(bars):
-        y = TOP + number * (BAR_HEIGHT + BAR_GAP)
+        y = TOP + number * row_height + LABEL_HEIGHT
         width = scale * (most if bar.value is None else bar.value)
         shown = "overload" if bar.value is None else format_number(bar.value)
         style = "good" if bar.is_good and bar.value is not None else "bad"
-        parts.append(_text(LABEL_WIDTH - 8, y + 13, bar.label, anchor="end"))
-        parts.append(f'<rect class="{style}" x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}"/>')
-        parts.append(_text(LABEL_WIDTH + width + 6, y + 13, shown, "value"))
+        parts.append(_text(0, y - 4, bar.label))
+        parts.append(f'<rect class="{style}" x="0" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}"/>')
+        parts.append(_text(width + 6, y + 11, shown, "value"))
     if limit is not None:
-        x = LABEL_WIDTH + limit * scale
+        x = limit * scale
         parts.append(f'<path class="limit" d="M{x:.1f} {TOP - 6}V{height - 20}"/>')
         parts.append(_text(x, height - 6, f"target {format_number(limit)}", "faint", "middle"))
     return _svg(f"{title}, {unit}", height, parts)

@@ -73,7 +73,12 @@ def list_weight_files(directory: Path) -> list[Path]:
 
 
 def _open_tensors(directory: Path, codec: WeightCodec, *, packed: bool) -> dict[str, ModelFile]:
-    files = [ModelFile(path, codec) for path in list_weight_files(directory)]
+    files = []
+    for path in list_weight_files(directory):
+        if path.suffix == ".gguf":
+            wanted = "a packed model" if packed else "the unpacked original in safetensors files"
+            raise ModelFileError(f"{path} is a GGUF file, not {wanted}", hint="emberline unweight pack SRC DST")
+        files.append(ModelFile(path, codec))
     for file in files:
         if file.header.is_packed != packed:
             hint = "run emberline unweight pack first" if packed else "compare with the original, unpacked model"
