@@ -23,6 +23,8 @@ PAIRS = [(o, m) for o in OPERATIONS for m in GenerationMode if o.method != "get"
 EXAMPLES = 25
 MIN_CASES = 5  # negative cases of a POST must reach the server; a plain GET has only one form
 LENGTH = {"/v1/responses": "max_output_tokens"}
+OLLAMA_GENERATES = ("/api/chat", "/api/generate")
+EMBEDS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
@@ -48,6 +50,8 @@ def test_api_answers_as_documented(operation: Any, mode: GenerationMode, server:
                 _use_served_model(case.path, case.body)
             elif case.path in GENERATES and case.path != "/v1/messages":  # where a missing max_tokens is an error
                 case.body.setdefault(LENGTH.get(case.path, "max_tokens"), 3)  # the invalid part may be outside the body
+            elif case.path in OLLAMA_GENERATES:
+                case.body.setdefault("options", {"num_predict": 3})
         case.call_and_validate(base_url=server, checks=CHECKS, timeout=60)
         answered += 1
 
@@ -66,7 +70,9 @@ def valid_cases(draw: st.DrawFn, generated: st.SearchStrategy[schemathesis.Case]
 
 def _use_served_model(path: str, body: dict[str, Any]) -> None:
     """Use the served model and few tokens: an unknown model gives a 404 before any other check."""
-    body["model"] = "minilm" if path == "/v1/embeddings" else "smollm2"
+    body["model"] = "minilm" if path in EMBEDS else "smollm2"
+    if path in OLLAMA_GENERATES:
+        body["options"] = {"num_predict": 3}
     if path in GENERATES:
         body.pop("max_completion_tokens", None)
         body[LENGTH.get(path, "max_tokens")] = 3

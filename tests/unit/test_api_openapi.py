@@ -12,6 +12,11 @@ import pytest
 from emberline.api import openapi, replies, tokenize
 from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
+from emberline.api.ollama import embed as ollama_embed
+from emberline.api.ollama import models as ollama_models
+from emberline.api.ollama import replies as ollama_replies
+from emberline.api.ollama import reply as ollama_reply
+from emberline.api.ollama import request as ollama
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import chat_reply
 from emberline.api.openai import completions as openai_completions
@@ -34,7 +39,7 @@ from emberline.wire.deltas import (
 )
 from emberline.wire.deltas import ToolCallArguments as Arguments
 from emberline.wire.deltas import ToolCallStart as Call
-from emberline.wire.errors import render_anthropic_error, render_openai_error
+from emberline.wire.errors import render_anthropic_error, render_ollama_error, render_openai_error
 from emberline.wire.usage import EngineUsage, Usage
 
 DOCUMENT = openapi.build_document("1.2.3")
@@ -153,6 +158,24 @@ def test_replies_match_their_schemas() -> None:
     check_schema(play(anthropic_reply.make_writer(message, "id", 1, "fp"), DELTAS), replies.AnthropicMessage)
     response = responses.parse(b'{"model":"m","input":"hi"}')
     check_schema(play(responses_stream.ResponsesReplyWriter(response, "id", 1, "fp"), DELTAS), replies.Response)
+
+
+def test_ollama_replies_match_their_schemas() -> None:
+    body = json.dumps({"model": "m", "messages": [USER], "logprobs": True, "stream": False}).encode()
+    chat = ollama_reply.make_chat_writer(ollama.parse_chat(body), "id", 1, "fp")
+    check_schema(play(chat, DELTAS), ollama_replies.OllamaChatReply)
+    generate = ollama_reply.make_generate_writer(ollama.parse_generate(b'{"prompt":"p","stream":false}'), "id", 1, "fp")
+    check_schema(play(generate, [ReplyStart(3), TextDelta("a"), Finish("stop")]), ollama_replies.OllamaGenerateReply)
+    for is_chat, shape in ((True, ollama_replies.OllamaChatReply), (False, ollama_replies.OllamaGenerateReply)):
+        check_schema(ollama_reply.render_loaded(ollama.LoadRequest("m"), "m", 0.0, is_chat=is_chat), shape)
+    call = ollama_embed.parse_embed(b'{"input":"p"}')
+    check_schema(ollama_embed.render_embed(call, [[0.5]], 3, "m", 1), ollama_replies.OllamaEmbedReply)
+    check_schema(ollama_embed.render_embeddings([[0.5]]), ollama_replies.OllamaEmbeddingsReply)
+    model = ollama_models.OllamaModel("m", 1, "llama", 2048, 100)
+    check_schema(ollama_models.list_models([model]), ollama_replies.OllamaModelList)
+    check_schema(ollama_models.list_loaded_models([model]), ollama_replies.OllamaModelList)
+    check_schema(ollama_models.render_description(model), ollama_replies.OllamaModelDescription)
+    check_schema(render_ollama_error(InvalidRequest("x")).body, ollama_replies.OllamaError)
 
 
 def test_small_replies_match_their_schemas() -> None:

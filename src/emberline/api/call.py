@@ -82,7 +82,8 @@ class CompletionCall(GenerationCall):
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall:
     common: CommonFields
-    inputs: Sequence[str | list[int]]
+    inputs: Sequence[str]
     dimensions: int | None = None
     encoding: Literal["float", "base64"] = "float"
+    truncates: bool = False  # inputs that are longer than the model's context are cut instead of refused
     ignored: IgnoredFields = NONE_IGNORED

@@ -11,6 +11,12 @@ import msgspec
 
 from emberline.api import replies
 from emberline.api.anthropic.request import CountTokensRequest, MessagesRequest
+from emberline.api.model_management import ModelRequest, UnloadRequest
+from emberline.api.ollama import replies as ollama_replies
+from emberline.api.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from emberline.api.ollama.models import OllamaShowRequest
+from emberline.api.ollama.reply import STREAM_MEDIA_TYPE
+from emberline.api.ollama.request import OllamaChatRequest, OllamaGenerateRequest
 from emberline.api.openai.chat import ChatRequest
 from emberline.api.openai.completions import CompletionRequest
 from emberline.api.openai.embeddings import EmbeddingRequest
@@ -19,29 +25,69 @@ from emberline.api.tokenize import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 
+EVENT_STREAM = "text/event-stream"
+
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    method: Literal["get", "post"]
+    method: Literal["get", "post", "delete"]
     path: str
     summary: str
     request: type | None = None
     reply: type | None = None  # None: the document gives only `content_type`
     content_type: str = "application/json"
-    streams: bool = False
+    stream_type: str = ""  # content type of the streamed reply; "": the reply is never a stream
     error: type = replies.OpenAIError
     needs_key: bool = True
+    needs_admin_key: bool = False
     may_be_unavailable: bool = False  # 503 is a regular reply of this endpoint
+
+
+def _ollama_endpoint(
+    method: Literal["get", "post"],
+    path: str,
+    summary: str,
+    request: type | None,
+    reply: type,
+    *,
+    stream_type: str = "",
+) -> ApiEndpoint:
+    title = f"{summary} (Ollama's protocol)"
+    return ApiEndpoint(method, path, title, request, reply, stream_type=stream_type, error=ollama_replies.OllamaError)
+
+
+def _admin_endpoint(
+    method: Literal["post", "delete"],
+    path: str,
+    summary: str,
+    request: type = ModelRequest,
+    *,
+    stream_type: str = "",
+    error: type = replies.OpenAIError,
+) -> ApiEndpoint:
+    return ApiEndpoint(method, path, summary, request, stream_type=stream_type, error=error, needs_admin_key=True)
 
 
 ENDPOINTS = (
     ApiEndpoint(
-        "post", "/v1/chat/completions", "Generate a chat completion", ChatRequest, replies.ChatCompletion, streams=True
+        "post",
+        "/v1/chat/completions",
+        "Generate a chat completion",
+        ChatRequest,
+        replies.ChatCompletion,
+        stream_type=EVENT_STREAM,
     ),
     ApiEndpoint(
-        "post", "/v1/completions", "Generate text completions", CompletionRequest, replies.TextCompletion, streams=True
+        "post",
+        "/v1/completions",
+        "Generate text completions",
+        CompletionRequest,
+        replies.TextCompletion,
+        stream_type=EVENT_STREAM,
     ),
-    ApiEndpoint("post", "/v1/responses", "Generate a response", ResponsesRequest, replies.Response, streams=True),
+    ApiEndpoint(
+        "post", "/v1/responses", "Generate a response", ResponsesRequest, replies.Response, stream_type=EVENT_STREAM
+    ),
     ApiEndpoint("post", "/v1/embeddings", "Compute embeddings", EmbeddingRequest, replies.EmbeddingList),
     ApiEndpoint("get", "/v1/models", "List the models", reply=replies.ModelListing),
     ApiEndpoint("get", "/v1/models/{model}", "Describe one model", reply=replies.ModelEntry),
@@ -51,7 +97,7 @@ ENDPOINTS = (
         "Generate a message (Anthropic's protocol)",
         MessagesRequest,
         replies.AnthropicMessage,
-        streams=True,
+        stream_type=EVENT_STREAM,
         error=replies.AnthropicError,
     ),
     ApiEndpoint(
@@ -61,6 +107,61 @@ ENDPOINTS = (
         CountTokensRequest,
         replies.TokenCount,
         error=replies.AnthropicError,
+    ),
+    _ollama_endpoint(
+        "post",
+        "/api/chat",
+        "Generate a chat message",
+        OllamaChatRequest,
+        ollama_replies.OllamaChatReply,
+        stream_type=STREAM_MEDIA_TYPE,
+    ),
+    _ollama_endpoint(
+        "post",
+        "/api/generate",
+        "Generate text",
+        OllamaGenerateRequest,
+        ollama_replies.OllamaGenerateReply,
+        stream_type=STREAM_MEDIA_TYPE,
+    ),
+    _ollama_endpoint("post", "/api/embed", "Compute embeddings", OllamaEmbedRequest, ollama_replies.OllamaEmbedReply),
+    _ollama_endpoint(
+        "post",
+        "/api/embeddings",
+        "Compute the embedding of one text",
+        OllamaEmbeddingsRequest,
+        ollama_replies.OllamaEmbeddingsReply,
+    ),
+    _ollama_endpoint(
+        "post", "/api/show", "Describe one model", OllamaShowRequest, ollama_replies.OllamaModelDescription
+    ),
+    _ollama_endpoint("get", "/api/tags", "List the models", None, ollama_replies.OllamaModelList),
+    _ollama_endpoint("get", "/api/ps", "List the loaded models", None, ollama_replies.OllamaModelList),
+    ApiEndpoint(
+        "get",
+        "/api/version",
+        "The version of Ollama's API",
+        reply=ollama_replies.OllamaVersion,
+        error=ollama_replies.OllamaError,
+        needs_key=False,
+    ),
+    ApiEndpoint("get", "/admin/models", "List the served models and those in the cache", needs_admin_key=True),
+    _admin_endpoint("post", "/admin/models/pull", "Download a model", stream_type=STREAM_MEDIA_TYPE),
+    _admin_endpoint("post", "/admin/models/load", "Download and serve a model", stream_type=STREAM_MEDIA_TYPE),
+    _admin_endpoint("post", "/admin/models/unload", "Stop serving a model", UnloadRequest),
+    _admin_endpoint("post", "/admin/models/remove", "Delete a model from the cache"),
+    _admin_endpoint(
+        "post",
+        "/api/pull",
+        "Download and serve a model (Ollama's protocol)",
+        stream_type=STREAM_MEDIA_TYPE,
+        error=ollama_replies.OllamaError,
+    ),
+    _admin_endpoint(
+        "delete",
+        "/api/delete",
+        "Unload and delete a model (Ollama's protocol)",
+        error=ollama_replies.OllamaError,
     ),
     ApiEndpoint("post", "/tokenize", "Convert text or messages to tokens", TokenizeRequest, replies.TokenizeReply),
     ApiEndpoint("post", "/detokenize", "Convert tokens to text", DetokenizeRequest, replies.DetokenizeReply),
@@ -78,6 +179,12 @@ ENDPOINTS = (
 )
 
 _REQUEST_ERRORS = {400: "A field is invalid; `param` names it", 404: "Model not found", 413: "The body is too large"}
+_ADMIN_ERRORS = {
+    403: "The server has no admin key, or the request comes from a web page of another site",
+    409: "The model is in use",
+    502: "The download failed",
+    507: "The machine has not enough memory",
+}
 _SERVER_ERRORS = {
     401: "The API key is missing or wrong",
     429: "The queue is full; retry after the time in the Retry-After header",
@@ -154,14 +261,18 @@ def _render_operation(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Js
 def _render_responses(endpoint: ApiEndpoint, schema_refs: dict[type, Any]) -> Json:
     schema = {} if endpoint.reply is None else {"schema": schema_refs[endpoint.reply]}
     content: Json = {endpoint.content_type: schema}
-    if endpoint.streams:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe single events
+    if endpoint.stream_type:
+        content[endpoint.stream_type] = {}  # OpenAPI 3.1 cannot describe single events
     responses: Json = {"200": {"description": "The reply", "content": content}}
     if endpoint.may_be_unavailable:
         responses["503"] = {"description": "Not ready; the body has the reason", "content": {endpoint.content_type: {}}}
     if not endpoint.needs_key:
         return responses
-    errors = _SERVER_ERRORS | (_REQUEST_ERRORS if endpoint.request is not None else {404: _REQUEST_ERRORS[404]})
+    errors = (
+        _SERVER_ERRORS
+        | (_ADMIN_ERRORS if endpoint.needs_admin_key else {})
+        | (_REQUEST_ERRORS if endpoint.request is not None else {404: _REQUEST_ERRORS[404]})
+    )
     for status, description in sorted(errors.items()):
         content = {"application/json": {"schema": schema_refs[endpoint.error]}}
         responses[str(status)] = {"description": description, "content": content}

@@ -28,6 +28,8 @@ COMMANDS = {
     "simulate": "Run a workload on a simulated cluster: latencies, throughput, worker-hours.",
     "chat": "Chat with a running server in the terminal.",
     "pull": "Download a model into the cache.",
+    "list": "Show the models in the cache, and the short names of others.",
+    "rm": "Delete a model from the cache.",
     "unweight": "Pack a model's weights losslessly, unpack or verify them, show the savings.",
     "drafter": "Train a drafter for speculative decoding.",
     "plan": "Plan how many GPUs serve a model within latency targets.",

@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         nargs="?",
         default=ALIASES[0],
-        help=f"Model: {known}, hf:org/name[:Q4_K_M], a directory or a .gguf file. (default: {ALIASES[0]})",
+        help=f"Model: {known}, a short name such as qwen3-0.6b, hf:org/name[:Q4_K_M], a directory or a .gguf file."
+        f" (default: {ALIASES[0]})",
     )
     parser.add_argument(
         "--revision", help="Branch, tag or commit of an hf: model. (default: the repository's default branch)"

@@ -17,7 +17,7 @@ from emberline.cli.settings_file import add_settings_file_option
 from emberline.core.config import DEFAULT_MODEL, ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.keys import add_key_from_environment, read_cluster_keys
+from emberline.core.keys import ADMIN_KEY_VARIABLE, add_key_from_environment, read_cluster_keys
 
 PROC = Path("/proc")
 
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser, server: ServerConfig | None =
     parser.add_argument(
         "model",
         nargs="?",
-        help=f"Model: smollm2, hf:org/name[:Q4_K_M], a directory or a .gguf file. (default: {DEFAULT_MODEL})",
+        help="Model: smollm2, a short name such as qwen3-0.6b (emberline list --all), hf:org/name[:Q4_K_M], a directory"
+        f" or a .gguf file. (default: {DEFAULT_MODEL})",
     )
     parser.add_argument(
         "--models",
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     given, cluster_keys = explicit_options(args, ServerConfig), read_cluster_keys(args.cluster_key)
     server = given | {
         "api_keys": add_key_from_environment(given.get("api_keys", ())),
+        "admin_keys": add_key_from_environment(given.get("admin_keys", ()), ADMIN_KEY_VARIABLE),
         "models": _parse_models(args.model, args.models, args.served_name),
         "cluster_key": cluster_keys[0] if cluster_keys else None,
         "other_cluster_keys": cluster_keys[1:],

@@ -321,6 +321,14 @@ class ServerConfig(InferenceServiceConfig):
     models: dict[str, str] = field(default_factory=lambda: {DEFAULT_MODEL: DEFAULT_MODEL})  # name in the API: source
     stall_timeout: float = option(120.0, "Seconds without progress after which the engine is restarted.", unit="s")
     embedder: str | None = option(DEFAULT_EMBEDDER, "Model of /v1/embeddings, or none.")
+    admin_keys: tuple[str, ...] = option(
+        (),
+        "Key with which clients may pull, load, unload and remove models; may be repeated.",
+        flag="--admin-key",
+        metavar="KEY",
+        is_repeatable=True,
+        default_text="EMBERLINE_ADMIN_KEY; without it, these are off",
+    )
     chat_template: str | None = option(
         None, "Jinja file with the chat template.", metavar="FILE", default_text="the model's own"
     )
@@ -359,6 +367,8 @@ class ServerConfig(InferenceServiceConfig):
         InferenceServiceConfig.__post_init__(self)
         _check_positive(self, "stall_timeout")
         _check_worker_tls(self)
+        for key in self.admin_keys:
+            check_key(key, "admin_keys")
         if self.default_max_tokens is not None and self.default_max_tokens < 0:
             message = f"default_max_tokens is {self.default_max_tokens}; it must be at least 0"
             raise InvalidRequest(message, param="default_max_tokens")

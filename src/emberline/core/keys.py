@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from emberline.core.errors import InvalidRequest
 
 API_KEY_VARIABLE = "EMBERLINE_API_KEY"  # of servers, workers and routers
-ADMIN_KEY_VARIABLE = "EMBERLINE_ADMIN_KEY"  # of gateways
+ADMIN_KEY_VARIABLE = "EMBERLINE_ADMIN_KEY"  # of gateways and servers
 CLUSTER_KEY_VARIABLE = "EMBERLINE_CLUSTER_KEY"  # of routers, workers and nodes
 
 _KEY = re.compile("[!-~]([ -~]*[!-~])?")

@@ -69,6 +69,14 @@ def choose_gguf_files(paths: Iterable[str], choice: str | None, source: str) -> 
     return files
 
 
+def group_gguf_files(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of each GGUF model among the paths, by the model's first file."""
+    groups: dict[str, list[str]] = {}
+    for path in sorted(path for path in paths if path.lower().endswith(".gguf") and not _is_auxiliary(path)):
+        groups.setdefault(_model_name(path), []).append(path)
+    return {files[0]: files for files in groups.values()}
+
+
 def _is_auxiliary(path: str) -> bool:
     """Return whether a file holds the vision part of a model or quantisation statistics, instead of a model."""
     name = path.rpartition("/")[2].lower()

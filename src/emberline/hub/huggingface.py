@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from emberline.core.errors import DownloadError, ModelError
+from emberline.hub.download import DISK_FULL_ERRNOS
 from emberline.hub.gguf_names import choose_gguf_files
+from emberline.hub.progress import ShowProgress
 
 ALLOWED_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # Weights of other frameworks and duplicates are in folders; so are the modules of sentence embedders, with a number.
@@ -25,7 +27,7 @@ def download_snapshot(
     repo: str,
     revision: str | None,
     cache: Path,
-    show_progress: bool,
+    show_progress: ShowProgress,
     endpoint: str | None = None,
     *,
     gguf_choice: str | None = None,
@@ -80,7 +82,9 @@ def _list_folder(folder: Path) -> list[str]:
 class _HubRepository:
     """A repository of the hub at a revision, and its copy in the cache."""
 
-    def __init__(self, repo: str, revision: str | None, cache: Path, show_progress: bool, endpoint: str | None) -> None:
+    def __init__(
+        self, repo: str, revision: str | None, cache: Path, show_progress: ShowProgress, endpoint: str | None
+    ) -> None:
         self.repo, self.revision, self.cache = repo, revision, cache
         self.show_progress, self.endpoint = show_progress, endpoint
 
@@ -125,11 +129,20 @@ class _HubRepository:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import tqdm
 
-        shows_progress = self.show_progress
+        shown = self.show_progress
 
         class OptionalProgressBar(tqdm):
             def __init__(self, *args: object, **kwargs: object) -> None:
-                super().__init__(*args, **{**kwargs, "disable": not shows_progress})  # type: ignore[no-untyped-call]
+                super().__init__(*args, **{**kwargs, "disable": shown is not True})  # type: ignore[no-untyped-call]
+                # Of the library's bars, this one counts the bytes of all files that are written.
+                self._counts_bytes = str(kwargs.get("desc", "")).startswith("Reconstructing")
+                self._num_bytes = 0
+
+            def update(self, n: float | None = 1) -> bool:
+                if self._counts_bytes and not isinstance(shown, bool):
+                    self._num_bytes += int(n or 0)
+                    shown(self._num_bytes, int(self.total or 0))
+                return bool(super().update(n))
 
         return Path(
             snapshot_download(
@@ -169,6 +182,14 @@ class _HubRepository:
                 f"cannot reach the Hugging Face hub for {self}, which is not in the cache {self.cache}",
                 hint="check the network",
             ) from e
+        except OSError as e:
+            if e.errno not in DISK_FULL_ERRNOS:
+                raise self._make_download_error(e) from e
+            hint = "free disk space, or set EMBERLINE_CACHE to another directory; then run it again: it resumes"
+            raise ModelError(f"cannot write {self} to {self.cache}: {e.strerror}", hint=hint) from e
         except Exception as e:  # the library raises many kinds of transport errors
-            hint = "run the command again: the download resumes"
-            raise DownloadError(f"cannot download {self}: {type(e).__name__}: {e}", hint=hint) from e
+            raise self._make_download_error(e) from e
+
+    def _make_download_error(self, error: Exception) -> DownloadError:
+        hint = "run the command again: the download resumes"
+        return DownloadError(f"cannot download {self}: {type(error).__name__}: {error}", hint=hint)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 BAR_WIDTH = 28
 REDRAW_INTERVAL_S = 0.1
 
+ReportBytes = Callable[[int, int], None]  # takes the bytes so far, and those of the whole download
+ShowProgress = bool | ReportBytes  # whether to show a download on stderr, or the function to call instead
+
 
 class DownloadProgress:
-    def __init__(self, label: str, total_bytes: int, enabled: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, label: str, total_bytes: int, enabled: ShowProgress = True, stream: TextIO | None = None
+    ) -> None:
         self.label, self.total_bytes, self.done_bytes = label, max(total_bytes, 1), 0
         self.stream = stream or sys.stderr
-        self.enabled, self.bar = enabled, self.stream.isatty()
+        self.enabled, self.bar = enabled is True, self.stream.isatty()
+        self._report = None if isinstance(enabled, bool) else enabled
         self._started_at, self._drawn_at, self._last_tenth, self._resumed_bytes = time.monotonic(), 0.0, -1, 0
 
     def resume(self, resumed_bytes: int) -> None:
@@ -23,6 +30,8 @@ class DownloadProgress:
 
     def add_bytes(self, byte_count: int) -> None:
         self.done_bytes += byte_count
+        if self._report is not None:
+            self._report(self.done_bytes, self.total_bytes)
         if not self.enabled:
             return
         now = time.monotonic()

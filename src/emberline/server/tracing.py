@@ -21,7 +21,9 @@ from emberline.trace.tracer import Tracer
 
 COLLECTOR_CONNECT_TIMEOUT_S, COLLECTOR_IDLE_TIMEOUT_S = 2.0, 15.0
 OPERATION_BY_PATH = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat",
-              "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # fmt: skip
+              "/v1/completions": "text_completion", "/v1/embeddings": "embeddings",
+              "/api/chat": "chat", "/api/generate": "text_completion",
+              "/api/embed": "embeddings", "/api/embeddings": "embeddings"}  # fmt: skip
 
 Handler = Callable[[Exchange], Awaitable[None]]
 

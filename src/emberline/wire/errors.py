@@ -61,6 +61,11 @@ def render_anthropic_error(error: Exception) -> ErrorReply:
     return ErrorReply(wrapped.status, body, _build_error_headers(wrapped))
 
 
+def render_ollama_error(error: Exception) -> ErrorReply:
+    wrapped = _as_emberline_error(error)
+    return ErrorReply(wrapped.status, {"error": str(wrapped)}, _build_error_headers(wrapped))
+
+
 def _as_emberline_error(error: Exception) -> EmberlineError:
     if isinstance(error, EmberlineError):
         return error

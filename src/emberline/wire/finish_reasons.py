@@ -79,3 +79,14 @@ TO_RESPONSES: Mapping[FinishReason, str | None] = {  # None: completed
     "pause": None,
     "abort": None,
 }
+# Ollama has two reasons. A reply that is incomplete for any reason has "length".
+TO_OLLAMA: Mapping[FinishReason, str] = {
+    "stop": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "context": "length",
+    "tool_calls": "stop",
+    "filter": "stop",
+    "pause": "length",
+    "abort": "length",
+}

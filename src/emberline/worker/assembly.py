@@ -61,17 +61,21 @@ class TokenizerAndTemplate:
     template: ChatTemplate | None
     template_processes: tuple[TemplateProcess, ...]
 
+    def close(self) -> None:
+        for process in self.template_processes:
+            process.close()
+
 
 def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedResources:
     protocols.warm_up_protocols()
-    models = {name: _load_tokenizer_and_template(directory, config) for name, directory in directories.items()}
+    models = {name: load_tokenizer_and_template(directory, config) for name, directory in directories.items()}
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
     build_document(__version__)  # takes 50 ms; EngineApp uses it later
     return PreloadedResources(models, _load_embedding_model(config.embedder), load_pages())
 
 
-def _load_tokenizer_and_template(directory: Path, config: ServerConfig) -> TokenizerAndTemplate:
+def load_tokenizer_and_template(directory: Path, config: ServerConfig) -> TokenizerAndTemplate:
     template = _load_template(directory, config)
     processes = () if template is None else tuple(TemplateProcess(template) for _ in range(TEMPLATE_PROCESSES))
     if processes:
@@ -117,7 +121,7 @@ def assemble_server(
     tls: TLSIdentity | None,
 ) -> AssembledServer:
     catalog = ModelCatalog(
-        _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
+        assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in preloaded.models.items()
     )
     store = _open_response_store(config)
     app = EngineApp(config, engine, catalog, preloaded.embedding_model, preloaded.pages, tracing, store, tls)
@@ -136,7 +140,7 @@ def _open_response_store(config: ServerConfig) -> ResponseStore | None:
     return ResponseStore(path, config.response_store_size)
 
 
-def _assemble_model(
+def assemble_model(
     config: ServerConfig,
     name: str,
     tokenizer_and_template: TokenizerAndTemplate,
@@ -178,7 +182,9 @@ def _assemble_model(
     if defaults:
         log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
     defaults = with_default_max_tokens(defaults, config.default_max_tokens, reasons=styles.reasoning is not None)
-    return LoadedModel(name, generator, grammar_checker, metrics, fingerprint, defaults)
+    return LoadedModel(
+        name, generator, grammar_checker, metrics, fingerprint, defaults, tokenizer_and_template.directory
+    )
 
 
 def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

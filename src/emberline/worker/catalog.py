@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import InvalidRequest, ModelNotFound
@@ -20,6 +21,7 @@ class LoadedModel:
     metrics: ModelMetrics
     fingerprint: str  # `system_fingerprint` of replies
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # values for requests that do not set them
+    directory: Path = Path()  # of the checkpoint
 
     def close(self) -> None:
         self.grammar_checker.close()
@@ -35,8 +37,8 @@ class ModelCatalog:
         return iter(self._models.values())
 
     def __getitem__(self, name: str) -> LoadedModel:
-        """Return the model with this name. Raises ModelNotFound."""
-        if (model := self._models.get(name)) is None:
+        """Return the model with this name, also if Ollama's tag `:latest` is added to it. Raises ModelNotFound."""
+        if (model := self._models.get(name) or self._models.get(name.removesuffix(":latest"))) is None:
             raise ModelNotFound(f"model {name[:200]!r} not found", param="model", hint=self._models_hint())
         return model
 
@@ -52,6 +54,13 @@ class ModelCatalog:
                 "model is required, because this server has several models", param="model", hint=self._models_hint()
             )
         return next(iter(self))
+
+    def add(self, model: LoadedModel) -> None:
+        assert model.name not in self._models
+        self._models = {**self._models, model.name: model}
+
+    def remove(self, name: str) -> None:
+        self._models = {other: model for other, model in self._models.items() if other != name}
 
     def _models_hint(self) -> str:
         return f"models of this server: {', '.join(map(repr, self._models))}"

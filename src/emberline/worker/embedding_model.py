@@ -19,6 +19,7 @@ class EmbeddingModel:
     def __init__(self, name: str, directory: Path, threads: int) -> None:
         config = read_object_if_exists(directory / "config.json")
         self.name = name
+        self.directory = directory
         self.dim = int(config.get("hidden_size", 0))
         longest = read_object_if_exists(directory / "sentence_bert_config.json").get("max_seq_length")
         self.max_tokens = int(longest or config.get("max_position_embeddings", 512))
@@ -32,7 +33,7 @@ class EmbeddingModel:
 
         Raises ModelNotFound or ContextLengthExceeded.
         """
-        if call.common.model not in ("", self.name):
+        if call.common.model.removesuffix(":latest") not in ("", self.name):
             raise ModelNotFound(
                 f"embedding model {call.common.model[:200]!r} not found",
                 param="model",
@@ -43,16 +44,17 @@ class EmbeddingModel:
             raise InvalidRequest(what, param="dimensions")
         tenant = call.common.tenant
         max_chars = self.max_tokens * MAX_CHARS_PER_TOKEN
-        for i, text in enumerate(call.inputs):
-            if isinstance(text, str) and len(text) > max_chars:
+        texts = [text[:max_chars] for text in call.inputs] if call.truncates else list(call.inputs)
+        for i, text in enumerate(texts):
+            if len(text) > max_chars:
                 raise ContextLengthExceeded(
                     f"input[{i}] has {len(text)} characters; the limit of the model is {self.max_tokens} tokens",
                     param="input",
                     hint="shorten the text",
                 )
-        texts = [text for text in call.inputs if isinstance(text, str)]
-        encoded = iter(await self._tokenizer_threads.run(tenant, self._tokenizer.encode_batch, texts))
-        ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
+        ids = await self._tokenizer_threads.run(tenant, self._tokenizer.encode_batch, texts)
+        if call.truncates:  # the last token ends the text
+            ids = [t if len(t) <= self.max_tokens else [*t[: self.max_tokens - 1], t[-1]] for t in ids]
         for i, tokens in enumerate(ids):
             if len(tokens) > self.max_tokens:
                 raise ContextLengthExceeded(

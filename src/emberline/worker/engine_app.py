@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from emberline.worker.cluster_handler import ClusterHandler
 from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.ignored_fields import IgnoredFieldPolicy
+from emberline.worker.ollama_handler import OllamaHandler
 from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
 from emberline.worker.rank_metrics import build_expert_metrics, build_rank_metrics
@@ -74,6 +75,15 @@ class EngineApp:
         streams = ResumableStreams(self.incarnation, time.monotonic)
         self._handler = GenerationHandler(catalog, responses, streams, self._ignored_fields)
         self._embeddings = embedding_model
+        self._ollama = OllamaHandler(
+            catalog,
+            embedding_model,
+            self._handler,
+            self._ignored_fields,
+            self._parse_body,
+            self._read_body,
+            self._make_context,
+        )
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
         self._tracing = tracing
@@ -82,6 +92,7 @@ class EngineApp:
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.trace_handler
         routes = {
             **{path: HTTPRoute(traced(self._generate)) for path in PROTOCOLS},
+            **self._ollama.routes(traced),
             "/v1/messages/count_tokens": HTTPRoute(self._count_tokens),
             "/v1/embeddings": HTTPRoute(traced(self._create_embeddings)),
             "/v1/models": HTTPRoute(self._list_models, "GET"),
@@ -105,7 +116,8 @@ class EngineApp:
             routes["/cluster/events"] = HTTPRoute(BlockEventStream(engine).handle, "GET", "cluster")
         cluster_keys = config.cluster_keys if config.worker is not None else ()
         hint = "/openapi.json lists the endpoints"
-        access = AccessPolicy(config.api_keys, cluster_keys, config.closed, config.tls if config.worker else None)
+        tls_config = config.tls if config.worker else None
+        access = AccessPolicy(config.api_keys, cluster_keys, config.closed, config.admin_keys, tls_config)
         self._site = RouteTable(routes, HTTPRoute(self._describe_model, "GET"), pages, access, hint)
         self._site.prefix_routes[RESPONSES] = HTTPRoute(responses.handle, method="")
 
@@ -123,12 +135,15 @@ class EngineApp:
             facts = (exchange.method, exchange.path, status, seconds, note)
             log.log(level, "Request: method=%s path=%s status=%s seconds=%.3f %s", *facts)
 
+    def add_routes(self, routes: Mapping[str, HTTPRoute]) -> None:
+        self._site.routes.update(routes)
+
     async def _generate(self, exchange: Exchange) -> None:
         await self._handler.handle(
             exchange,
             exchange.path,
             await self._read_body(exchange),
-            RequestContext.from_exchange(exchange, bool(self._config.api_keys)),
+            self._make_context(exchange),
         )
 
     # -- the rest of the API ------------------------------------------------------------------------------------------
@@ -201,7 +216,9 @@ class EngineApp:
     async def _report_ready(self, exchange: Exchange) -> None:
         ready = self._engine.state is EngineState.READY
         models = (
-            {m.name: "awake" if self._engine.is_awake(m.name) else "asleep" for m in self._catalog} if ready else {}
+            {m.name: "awake" if m.generator.engine.is_awake(m.name) else "asleep" for m in self._catalog}
+            if ready
+            else {}
         )
         status = "ready" if ready else self._engine.state.value
         body = {"status": status, "engine_restarts": self._engine.restarts, "models": models}
@@ -226,7 +243,8 @@ class EngineApp:
 
     async def _report_stats(self, exchange: Exchange) -> None:
         """Reply with the engine's statistics, added up over all models."""
-        engine, s = self._engine, Stats.total(self._engine.stats.values())
+        engine = self._engine
+        s = Stats.total(model.generator.engine.stats[model.name] for model in self._catalog)
         await exchange.reply_json(
             {
                 "model": ", ".join(model.name for model in self._catalog),
@@ -249,7 +267,8 @@ class EngineApp:
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:
-        engine, info = self._engine, self._engine.model_info[model.name]
+        engine = model.generator.engine
+        info = engine.model_info[model.name]
         model.metrics.record_engine_start(info.seconds, info.weight_bytes, info.kv_bytes)
         yield from model.metrics.families(
             engine.stats[model.name],
@@ -281,7 +300,10 @@ class EngineApp:
         return replace(call, common=replace(call.common, tenant=self._tenant_of(exchange)))
 
     def _tenant_of(self, exchange: Exchange) -> str:
-        return RequestContext.from_exchange(exchange, bool(self._config.api_keys)).tenant
+        return self._make_context(exchange).tenant
+
+    def _make_context(self, exchange: Exchange) -> RequestContext:
+        return RequestContext.from_exchange(exchange, bool(self._config.api_keys))
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         return await exchange.read_body(self._config.max_body)

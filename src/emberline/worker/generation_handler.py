@@ -83,7 +83,7 @@ class GenerationHandler:
         if not call.stream:
             await exchange.run_while_connected(_send_json_body(exchange, writer, groups, headers, saver))
             return
-        sender = StreamSender(exchange, writer, saver, context)
+        sender = StreamSender(exchange, writer, saver, context, protocol.stream_media_type)
         if not context.has_event_ids:
             await exchange.run_while_connected(sender.send_all(groups, headers))
             return

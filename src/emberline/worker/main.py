@@ -26,6 +26,7 @@ from emberline.core.transfer_config import TransferConfig
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.engine_child import EngineChild
 from emberline.engine.messages import LoadedModelInfo
+from emberline.hub.model_lock import hold_model
 from emberline.hub.source import resolve_model
 from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
 from emberline.server.listener import (
@@ -75,16 +76,21 @@ async def serve(
     engine = AsyncEngine(configs, time_sharing_config, stall_timeout=config.stall_timeout, child=child)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
-    assembled = registrar = None
+    assembled = registrar = manager = None
+    held = [hold_model(directory) for directory in directories.values()]
     try:
         from emberline.server.tracing import open_tracing
         from emberline.worker.assembly import assemble_server, preload_resources
+        from emberline.worker.management import open_management
 
         parts = await asyncio.to_thread(preload_resources, config, directories)
         await starting
         service = "emberline-server" if config.worker is None else "emberline-worker"
         async with open_tracing(config.trace, service, _worker_name(config.worker, port)) as spans:
             assembled = assemble_server(config, parts, engine, spans, tls)
+            if assembled.embedding_model is not None:
+                held.append(hold_model(assembled.embedding_model.directory))
+            manager = open_management(config, engine_config, assembled)
             _log_models(engine.model_info)
             if config.worker is not None:
                 registrar = _make_registrars(config.worker, config, port, assembled.app, tls)
@@ -106,7 +112,11 @@ async def serve(
         if registrar is not None:
             await registrar.stop()
         starting.cancel()
+        if manager is not None:
+            await manager.stop()
         await engine.stop()
+        for each in held:
+            each.close()
         if assembled is not None:
             assembled.close()
 

@@ -85,6 +85,15 @@ class PromptBuilder:
         for process in self._template_processes:
             process.close()
 
+    @property
+    def template_text(self) -> str:
+        """The source of the chat template; "" if the model has none."""
+        return next(iter(self._template.sources.values()), "") if self._template is not None else ""
+
+    @property
+    def can_reason(self) -> bool:
+        return self._reasoning is not None
+
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
         """Render the prompt in a thread, with one of the renderers, and return its text.
 

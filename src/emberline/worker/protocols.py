@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 from emberline.api.anthropic import reply as anthropic_reply
 from emberline.api.anthropic import request as anthropic
 from emberline.api.call import ChatCall, CompletionCall, Tool
+from emberline.api.ollama import reply as ollama_reply
+from emberline.api.ollama import request as ollama
 from emberline.api.openai import chat, chat_reply, completions, completions_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import ContextLengthExceeded, WorkTooLarge
 from emberline.core.pickle_cost import check_pickle_cost
+from emberline.server.exchange import EVENT_STREAM_TYPE
 from emberline.wire.deltas import Finish, ReplyStart, ReplyWriter, StreamEnd, StreamStart, TextDelta, UsageUpdate
 from emberline.wire.usage import Usage
 
@@ -24,10 +27,12 @@ class WireProtocol:
     make_writer: Callable[[Any, str, int, str], ReplyWriter]  # takes the parsed call, id, creation time and fingerprint
     id_prefix: str  # of the ids of its replies
     smallest_body: bytes  # a minimal valid request
+    stream_media_type: str = EVENT_STREAM_TYPE
 
 
 T = TypeVar("T")
 
+OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH = "/api/chat", "/api/generate"
 MAX_SETTINGS_WEIGHT = 100_000  # of everything but the prompt, in units of `core/pickle_cost.py`
 MAX_MESSAGES = 20_000  # of a large body; a template takes about 10 us for each
 SAMPLE_MESSAGE = b'{"role":"user","content":"a"}'
@@ -104,6 +109,20 @@ PROTOCOLS = {
         anthropic_reply.make_writer,
         "msg_",
         b'{"stream":true,"max_tokens":1,"messages":[%b]}' % SAMPLE_MESSAGE,
+    ),
+    OLLAMA_CHAT_PATH: WireProtocol(
+        ollama.parse_chat,
+        ollama_reply.make_chat_writer,
+        "",
+        b'{"messages":[%b]}' % SAMPLE_MESSAGE,
+        ollama_reply.STREAM_MEDIA_TYPE,
+    ),
+    OLLAMA_GENERATE_PATH: WireProtocol(
+        ollama.parse_generate,
+        ollama_reply.make_generate_writer,
+        "",
+        b'{"prompt":"a"}',
+        ollama_reply.STREAM_MEDIA_TYPE,
     ),
 }
 

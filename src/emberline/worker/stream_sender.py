@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from emberline.cluster.resumable_streams import ResumableStream
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded, ShuttingDown
-from emberline.server.exchange import Exchange
+from emberline.server.exchange import EVENT_STREAM_TYPE, Exchange
 from emberline.wire.deltas import ReplyWriter, StreamEnd, StreamStart
 from emberline.worker.generation import DeltaGroup
 from emberline.worker.request_context import RequestContext
@@ -26,11 +26,17 @@ RETRY_ELSEWHERE_ERRORS = (EngineFailed, EngineUnavailable, Overloaded)
 
 class StreamSender:
     def __init__(
-        self, exchange: Exchange, writer: ReplyWriter, saver: ResponseSaver | None, context: RequestContext
+        self,
+        exchange: Exchange,
+        writer: ReplyWriter,
+        saver: ResponseSaver | None,
+        context: RequestContext,
+        media_type: str = EVENT_STREAM_TYPE,
     ) -> None:
         self._exchange = exchange
         self._writer = writer
         self._saver = saver
+        self._media_type = media_type
         self._is_tracked = context.is_tracked
         self._replayed_events = b""  # of the group that was replayed last
         self.resumable: ResumableStream | None = None  # None: events have no ids
@@ -55,7 +61,8 @@ class StreamSender:
                     else:
                         if exchange.status is None:
                             await exchange.start_event_stream(
-                                headers | (build_server_timing_header(group.output.timing) if group.output else {})
+                                headers | (build_server_timing_header(group.output.timing) if group.output else {}),
+                                self._media_type,
                             )
                         await exchange.send(self._encode_group(group, unsent))
                     unsent = []
@@ -75,7 +82,7 @@ class StreamSender:
                 exchange.log_fields["error"] = e.code if isinstance(e, EmberlineError) else EmberlineError.code
                 self.has_sent_error, unsent = True, [writer.write_error(e)]
         if exchange.status is None:
-            await exchange.start_event_stream(headers)
+            await exchange.start_event_stream(headers, self._media_type)
         await exchange.send(self._encode_group(DeltaGroup([]), unsent, is_last=True), last=True)
 
     def _encode_group(self, group: DeltaGroup, events: list[bytes], *, is_last: bool = False) -> bytes:

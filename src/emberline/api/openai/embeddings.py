@@ -18,6 +18,7 @@ from emberline.api.call import CommonFields, EmbeddingCall
 from emberline.api.openai.inputs import Inputs, list_inputs
 from emberline.api.openai.sampling import ModelName
 from emberline.api.parse import WireStruct, decode_request
+from emberline.core.errors import InvalidRequest
 
 
 class EmbeddingRequest(WireStruct):
@@ -32,11 +33,27 @@ def parse(body: bytes) -> EmbeddingCall:
     request, ignored = decode_request(body, EmbeddingRequest)
     return EmbeddingCall(
         common=CommonFields(request.model or "", user=request.user),
-        inputs=list_inputs(request.input, "input"),
+        inputs=_list_texts(request.input),
         dimensions=request.dimensions,
         encoding=request.encoding_format or "float",
         ignored=ignored,
     )
+
+
+def _list_texts(inputs: Inputs) -> list[str]:
+    """Return the texts to embed. Raises InvalidRequest for token ids.
+
+    Clients count tokens with the vocabulary of OpenAI's models. In the embedder's vocabulary the same ids are other
+    words, and nothing in a request says which vocabulary its ids are of.
+    """
+    texts = list_inputs(inputs, "input")
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(
+            "input has token ids, which may be of another model's vocabulary",
+            param="input",
+            hint="send texts; in LangChain, set check_embedding_ctx_length=False",
+        )
+    return [text for text in texts if isinstance(text, str)]
 
 
 def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_tokens: int, model: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class ServedModel:
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
+    """Return the list of models, with chat models before all others: many clients chat with the first."""
+    models = sorted(models, key=lambda model: model.kind != "chat")
     data = [_render_model_entry(model) for model in models]
     ends = {"first_id": models[0].id, "last_id": models[-1].id} if models else {"first_id": None, "last_id": None}
     return {"object": "list", "data": data, "has_more": False, **ends}
