@@ -13,6 +13,7 @@ import fcntl
 import sys
 import termios
 from collections import deque
+from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ import httptools
 
 from emberline.core.tls import certificate_names
 from emberline.net.deadline_timer import DeadlineTimer
+from emberline.net.request_headers import InvalidRequestHead, check_framing, combine_headers
 from emberline.net.request_response_cycle import RequestResponseCycle
 from emberline.net.server_state import ServerState
 
@@ -30,7 +32,6 @@ FIRST_FLUSH_CHECK_S, MAX_FLUSH_CHECK_S = 0.01, 0.25  # between two looks at what
 WRITE_STALL_TIMEOUT_S = 60.0  # for a client to read any of the data that waits for it
 MAX_HEAD_BYTES = 1 << 16  # of a head without the bytes that arrive together with its end; likewise of trailers
 MAX_HEADERS = 200
-ERROR_BODIES = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
 
 
 class HTTPServerConnection(asyncio.Protocol):
@@ -93,11 +94,12 @@ class HTTPServerConnection(asyncio.Protocol):
             # The rest of an unread body is discarded; the client has HEAD_TIMEOUT_S to send it.
             self._set_close_deadline(KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S)
 
-    def send_error(self, status: int) -> None:
+    def send_error(self, status: int, reason: str = "") -> None:
         """Send an error reply that does not come from the application, and close the connection."""
-        body = ERROR_BODIES[status]
+        phrase = HTTPStatus(status).phrase
+        body = (f"{phrase}: {reason}" if reason else phrase).encode()
         head = b"HTTP/1.1 %d %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.write(head % (status, body, len(body)) + body)
+        self.write(head % (status, phrase.encode(), len(body)) + body)
         self.close()
 
     def close(self) -> None:
@@ -194,17 +196,21 @@ class HTTPServerConnection(asyncio.Protocol):
                 self._switch_to_websocket(data[e.args[0] :])
             return
         except httptools.HttpParserError as e:
-            self._reject_input(431 if isinstance(e.__context__, _HeadTooLarge) else 400)
+            cause = e.__context__
+            if isinstance(cause, InvalidRequestHead):
+                self._reject_input(cause.status, str(cause))
+            else:
+                self._reject_input(400)
             return
         self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
         if self._bytes_without_progress > MAX_HEAD_BYTES:
             self._reject_input(431)
 
-    def _reject_input(self, status: int) -> None:
+    def _reject_input(self, status: int, reason: str = "") -> None:
         """Reject the client's invalid input with an error status, or close the connection if a reply has started."""
         self._ignores_input = True
         if self._cycle is None:
-            self.send_error(status)
+            self.send_error(status, reason)
         elif self._reading is self._cycle:
             self._cycle.is_disconnected = True
             self._cycle.wake_receiver()
@@ -224,7 +230,7 @@ class HTTPServerConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(value) > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
-            raise _HeadTooLarge
+            raise InvalidRequestHead(431, f"a header has more than {MAX_HEAD_BYTES} bytes, or there are too many")
         if self._in_head:  # a trailer must not pass as a header: the checks of the head did not see it
             self._headers.append((name.lower(), value))
 
@@ -233,15 +239,14 @@ class HTTPServerConnection(asyncio.Protocol):
         assert parser is not None
         self._in_head, self._made_progress = False, True
         version = parser.get_http_version()
-        names = [name for name, _ in self._headers]
-        hosts = names.count(b"host")
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise _InvalidHostHeader  # with two, the Host check and the application could read different ones
+        headers = combine_headers(self._headers)
+        check_framing(headers, version)
+        self._headers = list(headers.items())
         upgrades = parser.should_upgrade()
         if upgrades and self._is_websocket_upgrade():
             return
         keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
-        expects_continue = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
+        expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         scope = self._make_scope("http", parser.get_method().decode("ascii"), version)
         cycle = RequestResponseCycle(self, self._state, scope, keep_alive, expects_continue)
         self._reading = cycle
@@ -330,11 +335,3 @@ class HTTPServerConnection(asyncio.Protocol):
         with contextlib.suppress(OSError, ValueError):
             fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self._transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
-
-
-class _HeadTooLarge(Exception):
-    """The headers of a request, or one of them, exceed the size limits."""
-
-
-class _InvalidHostHeader(Exception):
-    """A request has no Host header, or more than one."""
