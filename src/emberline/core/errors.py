@@ -16,7 +16,9 @@
     │   ├── ModelNotFound          404     model_not_found
     │   └── ThreadNotFound         404     thread_not_found      Anthropic's `thread`: clients send all messages again
     ├── MethodNotAllowed           405     method_not_allowed
+    ├── RequestBodyTimeout         408     request_body_timeout  the body arrived too slowly
     ├── Overloaded                 429     queue_full            `retry_after` seconds
+    │   └── BodyMemoryFull         429/503 body_memory_full      too many bodies of this client, or of all clients
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
     │   ├── EngineLoading          503     loading               the model is being loaded
     │   └── ShuttingDown           503     shutting_down         the stream was open when the server shut down
@@ -150,6 +152,22 @@ class Overloaded(EmberlineError):
     def __init__(self, message: str, *, retry_after: int = 1, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.retry_after = retry_after
+
+
+class RequestBodyTimeout(EmberlineError):
+    status = 408
+    code = "request_body_timeout"
+    default_hint = "send the request again over a faster connection"
+
+
+class BodyMemoryFull(Overloaded):
+    code = "body_memory_full"
+
+    def __init__(self, *, is_own_share: bool) -> None:
+        """`is_own_share`: the client itself uses more of the memory than all other clients together."""
+        whose = "of this client" if is_own_share else "of all clients"
+        super().__init__(f"the open requests {whose} use all the memory that the server has for their bodies")
+        self.status = 429 if is_own_share else 503
 
 
 class EngineUnavailable(EmberlineError):

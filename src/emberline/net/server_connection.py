@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import httptools
 
 from emberline.core.tls import certificate_names
+from emberline.net.body_budget import BodyReservation, body_budget
 from emberline.net.deadline_timer import DeadlineTimer
 from emberline.net.request_headers import InvalidRequestHead, check_framing, combine_headers
 from emberline.net.request_response_cycle import RequestResponseCycle
@@ -32,6 +33,7 @@ FIRST_FLUSH_CHECK_S, MAX_FLUSH_CHECK_S = 0.01, 0.25  # between two looks at what
 WRITE_STALL_TIMEOUT_S = 60.0  # for a client to read any of the data that waits for it
 MAX_HEAD_BYTES = 1 << 16  # of a head without the bytes that arrive together with its end; likewise of trailers
 MAX_HEADERS = 200
+MAX_DISCARDED_BODY_BYTES = 32 << 20  # of a body that arrives after its reply; then the connection is closed
 
 
 class HTTPServerConnection(asyncio.Protocol):
@@ -51,6 +53,7 @@ class HTTPServerConnection(asyncio.Protocol):
         self._in_head = False  # a head has begun and not ended
         self._ignores_input = False  # further input is discarded
         self._paused = False
+        self._discarded_body_bytes = 0  # of the request whose body is arriving
         self._bytes_without_progress = 0  # bytes received since the last head or piece of a body
         self._made_progress = False  # the last bytes received had a head or a piece of a body
         self._unread_bytes = 0  # bytes that the client had not read at the last check
@@ -79,6 +82,10 @@ class HTTPServerConnection(asyncio.Protocol):
         if self._paused and not self._queue and self._transport is not None and not self._transport.is_closing():
             self._paused = False
             self._transport.resume_reading()
+
+    def set_body_deadline(self, time: float) -> None:
+        if not self.is_write_paused:  # otherwise the timer watches that the client reads
+            self._timer.set(time)
 
     def finish_cycle(self, cycle: RequestResponseCycle) -> None:
         """Start the next request of the queue after a reply was written. If the queue is empty, wait for a request."""
@@ -248,8 +255,12 @@ class HTTPServerConnection(asyncio.Protocol):
         keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
         expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         scope = self._make_scope("http", parser.get_method().decode("ascii"), version)
-        cycle = RequestResponseCycle(self, self._state, scope, keep_alive, expects_continue)
-        self._reading = cycle
+        declared_bytes = int(headers.get(b"content-length", 0))
+        reservation = BodyReservation(body_budget, headers, self._client[0])
+        cycle = RequestResponseCycle(
+            self, self._state, scope, keep_alive, expects_continue, declared_bytes, reservation
+        )
+        self._reading, self._discarded_body_bytes = cycle, 0
         if self._cycle is None:
             self._start_cycle(cycle)
         else:
@@ -258,8 +269,15 @@ class HTTPServerConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._made_progress = True
-        if self._reading is not None and not self._reading.is_complete:
+        if self._reading is None:
+            return
+        if not self._reading.is_complete:
             self._reading.add_request_body(body)
+            return
+        self._discarded_body_bytes += len(body)
+        if self._discarded_body_bytes > MAX_DISCARDED_BODY_BYTES:
+            self._ignores_input = True
+            self.abort()
 
     def on_message_complete(self) -> None:
         if self._reading is not None:
@@ -318,6 +336,8 @@ class HTTPServerConnection(asyncio.Protocol):
     def _on_deadline(self) -> None:
         if self._flush_deadline is not None:
             self._close_when_flushed(self._flush_deadline)
+        elif self._cycle is not None and not (self.is_write_paused or self._ignores_input):
+            self._cycle.time_out_body()
         elif self._cycle is not None and self._count_unread_bytes() < self._unread_bytes:
             self._watch_client_reading()
         else:
