@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from dataclasses import replace
 from typing import Annotated, TypeVar
@@ -16,7 +17,7 @@ from emberline.cluster.membership import WorkerHealth
 from emberline.cluster.registration import Heartbeat, RegistrationReply, WorkerRegistration
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.core.tls import TLSIdentity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -41,6 +42,10 @@ log = logging.getLogger("emberline.router")
 
 PROXIED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
                  "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
+RESPONSES_PREFIX = "/v1/responses/"
+# Below RESPONSES_PREFIX, after percent-decoding; no other path may be sent on with the workers' keys.
+STORED_RESPONSE_PATH = re.compile(r"[A-Za-z0-9_-]{1,256}(?P<action>/input_items|/cancel)?")
+STORED_RESPONSE_METHODS = {None: ("GET", "DELETE"), "/input_items": ("GET",), "/cancel": ("POST",)}
 SESSION_HEADER = "x-session-affinity"
 PAIRING_TIMEOUT_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
 
@@ -113,7 +118,7 @@ class RouterApp:
         hint = "GET /v1/models lists the models"
         access = AccessPolicy(config.api_keys, config.cluster_keys, tls=config.tls)
         self._routes = RouteTable(routes, HTTPRoute(self._show_model, "GET"), pages, access, hint)
-        self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._relay_stored_response_call, method="")
+        self._routes.prefix_routes[RESPONSES_PREFIX] = HTTPRoute(self._relay_stored_response_call, method="")
 
     async def check_workers_repeatedly(self) -> None:
         """Check the health of all workers every `TICK_INTERVAL_S` until cancelled."""
@@ -158,7 +163,20 @@ class RouterApp:
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
         """Relay a request that reads or deletes a stored response to any worker.
 
-        Any worker can answer: the workers of a router share one response store, or store no responses."""
+        Any worker can answer: the workers of a router share one response store, or store no responses. Raises NotFound
+        or MethodNotAllowed for all other paths below /v1/responses/, whatever a worker would make of them."""
+        found = STORED_RESPONSE_PATH.fullmatch(exchange.path.removeprefix(RESPONSES_PREFIX))
+        if found is None:
+            raise NotFound(
+                f"the path {exchange.path[:200]!r} does not exist",
+                hint="use /v1/responses/ID, with /input_items or /cancel after it",
+            )
+        methods = STORED_RESPONSE_METHODS[found["action"]]
+        if exchange.method not in methods:
+            allowed = ", ".join(methods)
+            raise MethodNotAllowed(
+                f"{exchange.path[:200]} accepts {allowed}, not {exchange.method[:20]}", allowed=allowed
+            )
         await exchange.read_body(0)
         await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 
