@@ -22,6 +22,7 @@ import httptools
 from emberline.core.tls import certificate_names
 from emberline.net.body_budget import BodyReservation, body_budget
 from emberline.net.deadline_timer import DeadlineTimer
+from emberline.net.descriptors import descriptor_watch
 from emberline.net.request_headers import InvalidRequestHead, check_framing, combine_headers
 from emberline.net.request_response_cycle import RequestResponseCycle
 from emberline.net.server_state import ServerState
@@ -146,6 +147,10 @@ class HTTPServerConnection(asyncio.Protocol):
 
     # -- for the server ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        return self._cycle is None
+
     def close_when_idle(self) -> None:
         if self._cycle is None:
             self.close()
@@ -165,11 +170,22 @@ class HTTPServerConnection(asyncio.Protocol):
         self._is_tls = transport.get_extra_info("ssl_object") is not None
         if certificate := transport.get_extra_info("peercert"):
             self._client_cert_names = certificate_names(certificate)
-        self._state.connections.add(self)
+        self._state.connections[self] = None
         self._set_close_deadline(HEAD_TIMEOUT_S)
+        if descriptor_watch.count_missing(transport.get_extra_info("socket").fileno()):
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the oldest connection without a request, or reject this one if all others have requests."""
+        oldest = next(each for each in self._state.connections if each.is_idle)
+        descriptor_watch.record_shortage(len(self._state.connections), rejected=oldest is self)
+        if oldest is self:
+            self.send_error(503, "the server has too many open connections")
+        else:
+            oldest.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._state.connections.discard(self)
+        self._state.connections.pop(self, None)
         self._ignores_input = True
         self._parser = None  # breaks a reference cycle
         self._timer.cancel()
@@ -322,7 +338,7 @@ class HTTPServerConnection(asyncio.Protocol):
         from emberline.net.websocket import WebSocketConnection
 
         assert self._transport is not None
-        self._state.connections.discard(self)
+        self._state.connections.pop(self, None)
         self._timer.cancel()
         socket = WebSocketConnection(self._state, self._make_scope("websocket", "GET", "1.1"))
         self._transport.set_protocol(socket)

@@ -56,6 +56,10 @@ class WebSocketConnection(asyncio.Protocol):
 
     # -- for the server ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        return False
+
     def close_when_idle(self) -> None:
         self._send_close(CloseCode.SERVICE_RESTART)
 
@@ -67,10 +71,10 @@ class WebSocketConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._state.connections.add(self)
+        self._state.connections[self] = None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._state.connections.discard(self)
+        self._state.connections.pop(self, None)
         self._mark_ended(CloseCode.ABNORMAL_CLOSURE)
 
     def pause_writing(self) -> None:

@@ -30,7 +30,7 @@ from emberline.gateway.store.base import GatewayStore
 from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.exchange import ClientDisconnected, Exchange, Receive, Scope, Send
 from emberline.server.media_type import is_json, require_json
-from emberline.server.metrics import ReplyCounter, render_exposition
+from emberline.server.metrics import ReplyCounter, listener_families, render_exposition
 from emberline.server.pages import StaticPage as File
 from emberline.wire.errors import render_openai_error
 
@@ -275,7 +275,7 @@ class GatewayApp:
             raise Unauthorized(
                 "/metrics requires a gateway key and the request has none", hint="send Authorization: Bearer KEY"
             )
-        text = render_exposition([*self._metrics.families(), self._replies.family()])
+        text = render_exposition([*self._metrics.families(), self._replies.family(), *listener_families()])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -33,7 +33,7 @@ from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
 from emberline.server.access import AccessPolicy, derive_tenant_id
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.metrics import render_exposition, tls_families
+from emberline.server.metrics import listener_families, render_exposition, tls_families
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import HTTPRoute, RouteTable
 from emberline.server.tracing import OPERATION_BY_PATH, RequestTracing
@@ -318,6 +318,12 @@ class RouterApp:
         )
         trace_families = self._tracing.families() if self._tracing is not None else ()
         text = render_exposition(
-            [*families, self._routes.reply_counter.family(), *trace_families, *tls_families(self._tls)]
+            [
+                *families,
+                self._routes.reply_counter.family(),
+                *trace_families,
+                *tls_families(self._tls),
+                *listener_families(),
+            ]
         )
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
