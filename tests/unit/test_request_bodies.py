@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from raw_http import Client, all_left, answer, run
+from raw_http import UPGRADE, Client, all_left, answer, run
 
 from emberline.core.errors import BodyMemoryFull, EmberlineError
-from emberline.net import request_response_cycle, server_connection
+from emberline.net import request_response_cycle, server_connection, websocket
 from emberline.net.body_budget import BodyBudget
 from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
@@ -172,3 +172,67 @@ def test_body_after_its_reply_is_discarded_up_to_a_limit(monkeypatch: pytest.Mon
         await all_left(server)
 
     run(app, work)
+
+
+def masked_frame(opcode: int, payload: bytes) -> bytes:
+    return bytes([0x80 | opcode, 0x80 | 127]) + len(payload).to_bytes(8, "big") + b"\0\0\0\0" + payload
+
+
+def test_websocket_is_read_only_after_it_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller whose key is not checked yet cannot fill memory with a message."""
+    budget = BodyBudget(1000 * SIZE)
+    monkeypatch.setattr(websocket, "body_budget", budget)
+    was_checked = asyncio.Event()
+    received: list[int] = []
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await receive()
+        await was_checked.wait()
+        await send({"type": "websocket.accept"})
+        received.append(len((await receive())["bytes"]))
+
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 100 * SIZE
+        connection = await client()
+        connection.send(UPGRADE)
+        while not server.state.tasks:
+            await asyncio.sleep(0.01)
+        (protocol,) = server.state.connections
+        size = 80 * SIZE
+        connection.send(masked_frame(2, b"x" * size))
+        with pytest.raises(TimeoutError):  # the socket's buffers are full, and the server does not read
+            await asyncio.wait_for(connection.writer.drain(), 0.2)
+        assert not protocol._transport.is_reading()  # type: ignore[attr-defined]
+        was_checked.set()
+        await connection.reader.readuntil(b"\r\n\r\n")
+        while not received:
+            await asyncio.sleep(0.01)
+        assert received == [size]
+
+    run(app, work)
+    assert budget.used_bytes == 0
+
+
+def test_websocket_message_without_memory_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = BodyBudget(3 * SIZE)
+    budget.reserve(b"another client", SIZE)
+    monkeypatch.setattr(websocket, "body_budget", budget)
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        assert (await receive())["type"] == "websocket.disconnect"
+
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 100 * SIZE
+        connection = await client()
+        connection.send(UPGRADE)
+        await connection.reader.readuntil(b"\r\n\r\n")
+        connection.send(masked_frame(2, b"x" * 5 * SIZE))
+        frame = await connection.reader.readexactly(4)
+        assert frame[0] == 0x88 and int.from_bytes(frame[2:], "big") == 1013
+        connection.writer.close()
+        await all_left(server)
+
+    run(app, work)
+    assert budget.used_bytes == SIZE

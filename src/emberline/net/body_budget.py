@@ -71,7 +71,7 @@ class BodyReservation:
         """Give the memory back. May be called again."""
         if self._reserved:
             self._budget.release(self._client, self._reserved)
-            self._reserved = 0
+        self._reserved = self._arrived = 0
 
 
 def identify_client(headers: Mapping[bytes, bytes], address: str) -> bytes:
