@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emberline.core.errors import BodyMemoryFull
+from emberline.core.fair_executor import current_client
 
 TOTAL_BODY_BYTES = 512 << 20
 UNCOUNTED_BODY_BYTES = 1 << 16  # of each body; every connection may buffer that much anyway
@@ -58,7 +59,9 @@ class BodyReservation:
     def reserve(self, size: int) -> None:
         """Reserve memory for a body of `size` bytes. Raises BodyMemoryFull."""
         if size > max(self._reserved, UNCOUNTED_BODY_BYTES):
-            self._client = self._client or identify_client(self._headers, self._address)
+            if not self._client:
+                self._client = identify_client(self._headers, self._address)
+                current_client.set(self._client)  # large work for this request takes turns with other clients'
             self._budget.reserve(self._client, size - self._reserved)
             self._reserved = size
 

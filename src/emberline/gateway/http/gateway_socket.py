@@ -110,7 +110,8 @@ class GatewaySocket:
     async def _start_request(self, message: str | bytes) -> None:
         """Start the request in a message, or send an error if the message is invalid."""
         id = ""
-        reservation = BodyReservation(body_budget, dict(self._scope["headers"]), self._scope["client"][0])
+        client = self._scope.get("client") or ("",)
+        reservation = BodyReservation(body_budget, dict(self._scope.get("headers", ())), client[0])
         try:
             reservation.reserve(len(message))
             id, body = await offload.run_inline_if_small(len(message), read_message, message)
