@@ -133,7 +133,8 @@ class GatewaySocket:
         self._without_id += not id
         name = id or f"\0{self._without_id}"  # eventIds are printable, so no client uses such a name
         self._open[name] = task = asyncio.create_task(self._answer_request(body, id))
-        task.add_done_callback(lambda _: (self._open.pop(name, None), reservation.release()))
+        task.add_done_callback(lambda _: self._open.pop(name, None))
+        task.add_done_callback(lambda _: reservation.release())
 
     async def _answer_request(self, body: bytes, event_id: str) -> None:
         headers = {**self._headers, **({"cf-aig-event-id": event_id} if event_id else {})}
