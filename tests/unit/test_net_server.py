@@ -9,7 +9,7 @@ import pytest
 from raw_http import CHUNKED, GET, POST, UPGRADE, all_left, answer, body_of, echo, run
 
 from emberline.net import server_connection
-from emberline.net.request_response_cycle import ReplyInterrupted
+from emberline.net.request_response_cycle import ReplyInterrupted, RequestResponseCycle
 from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
 
@@ -103,6 +103,25 @@ def test_rejection_names_the_repeated_header() -> None:
         assert (await connection.reply())[1] == b"Bad Request: the header x-api-key is given more than once"
 
     run(echo, work)
+
+
+def test_missing_memory_is_not_an_invalid_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(cycle: RequestResponseCycle, data: bytes) -> None:
+        raise MemoryError
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await receive()
+
+    async def work(client: Any, server: HTTPServer) -> None:
+        monkeypatch.setattr(RequestResponseCycle, "add_request_body", fail)
+        connection = await client()
+        connection.send(POST)
+        assert (await connection.reply())[0].startswith(b"HTTP/1.1 503 ")
+
+    run(app, work)
+    assert "memory is used up" in caplog.text
 
 
 def test_invalid_body_is_reported_to_client_and_application() -> None:

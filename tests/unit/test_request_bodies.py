@@ -54,6 +54,16 @@ def test_one_body_larger_than_the_memory_is_accepted() -> None:
     assert budget.used_bytes == 0
 
 
+def test_memory_fits_the_machine() -> None:
+    small, large = BodyBudget(), BodyBudget()
+    small.fit_to_memory(1 << 30)
+    large.fit_to_memory(1 << 40)
+    for budget, allowed in ((small, 128 << 20), (large, 256 << 20)):
+        budget.reserve(b"a", allowed)
+        with pytest.raises(BodyMemoryFull):
+            budget.reserve(b"a", 1)
+
+
 def test_unfinished_bodies_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = BodyBudget(5 * SIZE)
     monkeypatch.setattr(server_connection, "body_budget", budget)

@@ -12,6 +12,8 @@ from emberline.core.errors import BodyMemoryFull
 from emberline.core.fair_executor import current_client
 
 TOTAL_BODY_BYTES = 512 << 20
+MIN_TOTAL_BODY_BYTES = 64 << 20
+MEMORY_SHARE = 4  # the budget is at most one of so many parts of the memory that is free at the start
 UNCOUNTED_BODY_BYTES = 1 << 16  # of each body; every connection may buffer that much anyway
 # The headers of API keys. Requests without any are of the client with their network address.
 _KEY_HEADERS = (b"authorization", b"x-api-key", b"cf-aig-authorization", b"x-goog-api-key")
@@ -23,6 +25,10 @@ class BodyBudget:
         self._used_by_client: dict[bytes, int] = {}
         self.used_bytes = 0
         self.rejected_bodies = 0  # since the start
+
+    def fit_to_memory(self, free_bytes: int) -> None:
+        """Lower the budget so that it fits into the memory that is free when the server starts."""
+        self._total = max(min(self._total, free_bytes // MEMORY_SHARE), MIN_TOTAL_BODY_BYTES)
 
     def reserve(self, client: bytes, size: int) -> None:
         """Reserve `size` bytes for a body of the client. Raises BodyMemoryFull if they exceed the client's share.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import sys
 import termios
 from collections import deque
@@ -19,6 +20,7 @@ from urllib.parse import unquote
 
 import httptools
 
+from emberline.core.log_throttle import LogThrottle
 from emberline.core.tls import certificate_names
 from emberline.net.body_budget import BodyReservation, body_budget
 from emberline.net.deadline_timer import DeadlineTimer
@@ -26,6 +28,8 @@ from emberline.net.descriptors import descriptor_watch
 from emberline.net.request_headers import InvalidRequestHead, check_framing, combine_headers
 from emberline.net.request_response_cycle import RequestResponseCycle
 from emberline.net.server_state import ServerState
+
+connection_errors = LogThrottle(logging.getLogger("emberline.net"))
 
 KEEP_ALIVE_TIMEOUT_S = 5.0  # from one reply to the next request
 HEAD_TIMEOUT_S = 20.0  # for the whole head of a request to arrive
@@ -222,6 +226,9 @@ class HTTPServerConnection(asyncio.Protocol):
             cause = e.__context__
             if isinstance(cause, InvalidRequestHead):
                 self._reject_input(cause.status, str(cause))
+            elif isinstance(cause, MemoryError):
+                connection_errors.write(logging.ERROR, "Request rejected because memory is used up: status=503")
+                self._reject_input(503, "the server's memory is used up")
             else:
                 self._reject_input(400)
             return

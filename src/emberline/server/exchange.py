@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from emberline.core.errors import BodyTooLarge, UnsupportedMediaType
+from emberline.core.errors import BodyMemoryFull, BodyTooLarge, UnsupportedMediaType
 from emberline.trace.span import Span
 from emberline.wire.sse import dumps
 
@@ -66,7 +66,10 @@ class Exchange:
             if size > max_bytes:
                 raise BodyTooLarge(f"the body has more than the allowed {max_bytes} bytes")
             if not message.get("more_body", False):
-                return b"".join(parts)
+                try:
+                    return b"".join(parts)
+                except MemoryError:  # the memory of the process is limited
+                    raise BodyMemoryFull(is_own_share=False) from None
 
     async def reply(
         self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
