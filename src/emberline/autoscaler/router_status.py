@@ -59,6 +59,6 @@ def find_status_problem(document: Any) -> str:
         return str(error)
     latency = status["latency"]
     for name in ("first_token", "inter_token"):
-        if len(counts := latency[name]) != len(latency["bounds_s"]) + 1:  # type: ignore[literal-required]
+        if len(counts := latency[name]) != len(latency["bounds_s"]) + 1:
             return f"latency.{name} has {len(counts)} counts for {len(latency['bounds_s'])} bounds"
     return ""
