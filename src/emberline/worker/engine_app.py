@@ -76,6 +76,7 @@ class EngineApp:
         self._embeddings = embedding_model
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
+        self._ready_at = time.monotonic()  # the wall clock may be set
         self._tracing = tracing
         self.extra_metrics: Callable[[], Iterable[MetricFamily]] = tuple  # of the registration with routers
         self._tls = tls
@@ -232,7 +233,7 @@ class EngineApp:
                 "model": ", ".join(model.name for model in self._catalog),
                 "engine_state": engine.state.value,
                 "engine_restarts": engine.restarts,
-                "uptime_seconds": time.time() - self._start_time,
+                "uptime_seconds": time.monotonic() - self._ready_at,
                 "dashboard": self._config.dashboard,
                 "kv_usage": s.kv_usage,
                 "open_requests": engine.num_open_submissions,

@@ -80,7 +80,7 @@ class GatewayApp:
         self._files = files
         self._require_keys = require_keys or bool(config.api_keys)
         self._replies = ReplyCounter()
-        self._started_at = int(time.time())
+        self._ready_at = time.monotonic()  # the wall clock may be set
         self._pages: dict[str, PageHandler] = {
             **dict.fromkeys(files, self._send_file),
             "/health": self._send_liveness,
@@ -264,7 +264,7 @@ class GatewayApp:
         await exchange.reply(200, file.body, file.content_type, PAGE_HEADERS)
 
     async def _send_liveness(self, exchange: Exchange) -> None:
-        await exchange.reply_json({"status": "live", "uptime_seconds": int(time.time()) - self._started_at})
+        await exchange.reply_json({"status": "live", "uptime_seconds": int(time.monotonic() - self._ready_at)})
 
     async def _send_readiness(self, exchange: Exchange) -> None:
         await self.store.version()

@@ -95,6 +95,7 @@ class RouterApp:
         self._tracing = tracing
         self._tls = tls
         self._started_at = int(time.time())
+        self._ready_at = clock.now()
         routes = {
             **{path: HTTPRoute(self._relay_request) for path in PROXIED_PATHS},
             **(
@@ -299,7 +300,7 @@ class RouterApp:
                 "open_requests": self.dispatcher.open_attempt_count,
                 "waiting_requests": self._relay.waiting_requests.total,
                 "waiting_by_model": self._relay.waiting_requests.by_model,
-                "uptime_seconds": time.time() - self._started_at,
+                "uptime_seconds": self._clock.now() - self._ready_at,
             }
         )
 
