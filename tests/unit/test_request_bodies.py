@@ -81,7 +81,7 @@ def test_unfinished_bodies_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> 
         await begin(second, "a")
         third.send(head("a", extra="Expect: 100-continue\r\n"))
         reply, body = await third.reply()
-        assert reply.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in reply and b"body_memory_full" in body
+        assert reply.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in reply and b"body_share_full" in body
         await begin(other, "b")
         for each in (first, other):
             each.send(b"x")

@@ -18,7 +18,8 @@
     ├── MethodNotAllowed           405     method_not_allowed
     ├── RequestBodyTimeout         408     request_body_timeout  the body arrived too slowly
     ├── Overloaded                 429     queue_full            `retry_after` seconds
-    │   └── BodyMemoryFull         429/503 body_memory_full      too many bodies of this client, or of all clients
+    │   └── BodyMemoryFull         503     body_memory_full      the bodies of all clients use up the memory for them
+    │       └── BodyShareFull      429     body_share_full       most of them are of this client
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
     │   ├── EngineLoading          503     loading               the model is being loaded
     │   └── ShuttingDown           503     shutting_down         the stream was open when the server shut down
@@ -161,13 +162,13 @@ class RequestBodyTimeout(EmberlineError):
 
 
 class BodyMemoryFull(Overloaded):
+    status = 503
     code = "body_memory_full"
 
-    def __init__(self, *, is_own_share: bool) -> None:
-        """`is_own_share`: the client itself uses more of the memory than all other clients together."""
-        whose = "of this client" if is_own_share else "of all clients"
-        super().__init__(f"the open requests {whose} use all the memory that the server has for their bodies")
-        self.status = 429 if is_own_share else 503
+
+class BodyShareFull(BodyMemoryFull):
+    status = 429
+    code = "body_share_full"
 
 
 class EngineUnavailable(EmberlineError):

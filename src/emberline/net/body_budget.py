@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emberline.core.errors import BodyMemoryFull
+from emberline.core.errors import BodyMemoryFull, BodyShareFull
 from emberline.core.fair_executor import current_client
 
 TOTAL_BODY_BYTES = 512 << 20
@@ -37,7 +37,9 @@ class BodyBudget:
         own = self._used_by_client.get(client, 0)
         if self.used_bytes and own + size > self._total - self.used_bytes - size:
             self.rejected_bodies += 1
-            raise BodyMemoryFull(is_own_share=own > self.used_bytes - own)
+            if own > self.used_bytes - own:
+                raise BodyShareFull("this client's open requests use all the memory that it may have for their bodies")
+            raise BodyMemoryFull("open requests use all the memory that the server has for their bodies")
         self._used_by_client[client] = own + size
         self.used_bytes += size
 

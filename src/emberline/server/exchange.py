@@ -69,7 +69,7 @@ class Exchange:
                 try:
                     return b"".join(parts)
                 except MemoryError:  # the memory of the process is limited
-                    raise BodyMemoryFull(is_own_share=False) from None
+                    raise BodyMemoryFull("the memory of the server is used up") from None
 
     async def reply(
         self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
