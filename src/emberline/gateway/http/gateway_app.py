@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from emberline.api.openai import models
-from emberline.core.errors import EmberlineError, ModelNotFound, ShuttingDown, Unauthorized
+from emberline.core.errors import EmberlineError, InvalidRequest, ModelNotFound, ShuttingDown, Unauthorized
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.sign_in import SIGN_IN_PATH, SignIn, check_sign_in_connection
