@@ -66,17 +66,6 @@ def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work(), 20))
 
 
-def test_body_timeout_answers_400(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_app, "BODY_TIMEOUT_S", 0.01)
-
-    async def work() -> None:
-        client = Client("POST", "/admin/accounts/default/keys")
-        await client.send_request(Admin())
-        assert client.sent[0]["status"] == 400 and b"was not received" in client.sent[1]["body"]
-
-    run(work)
-
-
 def test_client_disconnect_ends_export() -> None:
     async def work() -> None:
         client, admin = Client("GET", EXPORT), Admin()

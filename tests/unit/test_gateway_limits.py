@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -15,10 +16,11 @@ from limits_oracle import RULES, START, STEPS, compare
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.errors import LimitExceeded
 from emberline.gateway.limits.base import ClaimGrant
+from emberline.gateway.limits.bucket import LimitBucket
 from emberline.gateway.limits.headers import build_rate_limit_headers, format_duration
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import LimitRule
-from emberline.gateway.limits.window import LimitWindow
+from emberline.gateway.limits.window import DAY_MS, LimitWindow, Technique
 
 MOMENTS = st.integers(0, 4_102_444_800_000)  # 1970 to 2100
 HOLD = 60.0
@@ -248,3 +250,40 @@ def test_headers_report_the_tightest_limit() -> None:
         "59s",
         "1h0m1s",
     ]
+
+
+@pytest.mark.parametrize("technique", ["fixed", "sliding"])
+def test_clock_that_jumps_ahead_and_back_does_not_block_a_limit(technique: Technique) -> None:
+    """A limit per minute that was reached while the clock was a day ahead is free again after about a minute."""
+    minute, now = 60_000, 1_800_000_000_000
+    changes: Counter[int] = Counter()
+    bucket = LimitBucket(LimitWindow.for_period("minute", technique))
+    bucket.on_change = lambda slot, amount: changes.update({slot: amount})
+    bucket.expire_until(now + DAY_MS)
+    bucket.hold_amount("open", 4, now + 2 * DAY_MS)
+    bucket.hold_amount("done", 6, now + 2 * DAY_MS)
+    bucket.settle("done", None, 6)
+    bucket.expire_until(now)
+    assert bucket.grantable_amount(10, 1) is None, "setting the clock back does not free the limit"
+    bucket.settle("open", None, 4)
+    assert bucket.total == 10 and {slot: amount for slot, amount in changes.items() if amount} == bucket.used
+    bucket.expire_until(now + 2 * minute + 2000)
+    assert bucket.grantable_amount(10, 10) == 10 and bucket.total == 0
+
+
+def test_clock_that_is_set_back_a_little_changes_nothing() -> None:
+    now = 1_800_000_000_000
+    bucket = LimitBucket(LimitWindow.for_period("minute", "fixed"))
+    bucket.expire_until(now)
+    bucket.hold_amount("a", 4, now + 1000)
+    slot = bucket.slot
+    bucket.expire_until(now - 30_000)
+    assert bucket.slot == slot and bucket.used == {slot: 4}
+
+
+def test_usage_restored_from_the_future_counts_now() -> None:
+    now = 1_800_000_000_000
+    bucket = LimitBucket(LimitWindow.for_period("minute", "fixed"))
+    bucket.restore_usage({bucket.window.slot_at(now + DAY_MS): 7})
+    bucket.expire_until(now)
+    assert bucket.used == {bucket.window.slot_at(now): 7} and bucket.total == 7

@@ -9,7 +9,7 @@ import pytest
 from raw_http import CHUNKED, GET, POST, UPGRADE, all_left, answer, body_of, echo, run
 
 from emberline.net import server_connection
-from emberline.net.request_response_cycle import ReplyInterrupted
+from emberline.net.request_response_cycle import ReplyInterrupted, RequestResponseCycle
 from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
 
@@ -59,6 +59,10 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         (b"GET x:y:z HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: identity\r\ntransfer-encoding: identity\r\n\r\n", b"501"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n", b"501"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nAuthorization: a\r\nauthorization: b\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx-emberline-tenant: a\r\nX-Emberline-Tenant: b\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * server_connection.MAX_HEAD_BYTES + b"y\r\n\r\n", b"431"),
         (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 4 * server_connection.MAX_HEAD_BYTES, b"431"),
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 300 + b"\r\n", b"431"),
@@ -74,6 +78,50 @@ def test_invalid_request_is_rejected(raw_request: bytes, status: bytes) -> None:
         assert (await connection.reply())[0].startswith(b"HTTP/1.1 " + status)
 
     run(unreachable_app, work)
+
+
+def test_repeated_headers_are_joined() -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        seen.append(scope["headers"])
+        await answer(send, b"")
+
+    async def work(client: Any, server: HTTPServer) -> None:
+        connection = await client()
+        connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nbeta: a\r\ncookie: a=1\r\nBeta: b\r\ncookie: b=2\r\n\r\n")
+        await connection.reply()
+
+    run(app, work)
+    assert seen == [[(b"host", b"x"), (b"beta", b"a, b"), (b"cookie", b"a=1; b=2")]]
+
+
+def test_rejection_names_the_repeated_header() -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
+        connection = await client()
+        connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-api-key: a\r\nx-api-key: b\r\n\r\n")
+        assert (await connection.reply())[1] == b"Bad Request: the header x-api-key is given more than once"
+
+    run(echo, work)
+
+
+def test_missing_memory_is_not_an_invalid_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(cycle: RequestResponseCycle, data: bytes) -> None:
+        raise MemoryError
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await receive()
+
+    async def work(client: Any, server: HTTPServer) -> None:
+        monkeypatch.setattr(RequestResponseCycle, "add_request_body", fail)
+        connection = await client()
+        connection.send(POST)
+        assert (await connection.reply())[0].startswith(b"HTTP/1.1 503 ")
+
+    run(app, work)
+    assert "memory is used up" in caplog.text
 
 
 def test_invalid_body_is_reported_to_client_and_application() -> None:

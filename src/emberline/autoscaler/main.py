@@ -15,11 +15,11 @@ from emberline.autoscaler.router_client import RouterUnavailable
 from emberline.autoscaler.router_group import RouterGroup
 from emberline.autoscaler.settings import AutoscalerSettings
 from emberline.core.clock import SystemClock
-from emberline.core.errors import NotFound
+from emberline.core.errors import MethodNotAllowed, NotFound
 from emberline.net.server import HTTPServer
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.listener import bind_listener
-from emberline.server.metrics import render_exposition
+from emberline.server.metrics import listener_families, render_exposition
 from emberline.server.route_table import reply_error
 
 log = logging.getLogger("emberline.autoscaler")
@@ -92,8 +92,11 @@ class MetricsApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        if exchange.path == "/metrics":
-            text = render_exposition(self._autoscaler.metrics.metric_families())
+        if exchange.path in ("/metrics", "/health") and exchange.method not in ("GET", "HEAD"):
+            message = f"{exchange.path} accepts GET, not {exchange.method[:20]}"
+            await reply_error(exchange, MethodNotAllowed(message, allowed="GET"))
+        elif exchange.path == "/metrics":
+            text = render_exposition([*self._autoscaler.metrics.metric_families(), *listener_families()])
             await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
         elif exchange.path == "/health":
             body: dict[str, Any] = {"status": "live", "decisions": self._autoscaler.metrics.decisions}

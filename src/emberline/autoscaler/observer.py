@@ -92,8 +92,10 @@ class StatusObserver:
 
     def _update_latencies(self, latency: Mapping[str, Any], now: float) -> tuple[float | None, float | None]:
         """Return the 90th percentiles of the time to first token and between tokens, over LATENCY_WINDOW_S."""
-        if self._latencies and sum(latency["inter_token"]) < sum(self._latencies[-1][1]["inter_token"]):
-            self._latencies.clear()  # the router was restarted
+        if self._latencies:
+            last = self._latencies[-1][1]
+            if last["bounds_s"] != latency["bounds_s"] or sum(latency["inter_token"]) < sum(last["inter_token"]):
+                self._latencies.clear()  # the router was restarted, perhaps with another release
         self._latencies.append((now, latency))
         while len(self._latencies) > 2 and self._latencies[1][0] <= now - LATENCY_WINDOW_S:
             self._latencies.popleft()

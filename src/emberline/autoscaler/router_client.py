@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from emberline.autoscaler.router_status import find_status_problem
 from emberline.core.errors import EmberlineError, WrongClusterKey
 from emberline.net.connection_pool import HTTPConnectionPool
 from emberline.net.errors import UpstreamFailed
@@ -41,12 +42,14 @@ class RouterClient:
     async def fetch_status(self) -> dict[str, Any]:
         """Return the router's /cluster/status. Raises RouterUnavailable or WrongClusterKey."""
         status, document = await self._call("GET", "/cluster/status", b"", REQUEST_TIMEOUT_S)
-        if status != 200 or not isinstance(document, dict) or "latency" not in document:
+        problem = find_status_problem(document) if status == 200 else f"HTTP status {status}"
+        if problem:
             raise RouterUnavailable(
-                f"{self.url}/cluster/status answered with HTTP status {status}, and not with a router's status",
+                f"{self.url}/cluster/status did not answer with a router's status: {problem[:300]}",
                 hint="set --router to the URL of an Emberline router of the same release",
             )
-        return document
+        found: dict[str, Any] = document
+        return found
 
     async def drain(self, name: str, *, on: bool = True) -> bool:
         """Start or end the draining of a worker, and return whether the router knows the worker.

@@ -27,7 +27,8 @@ class StatusMerger:
 
     def merge(self, statuses: Mapping[str, Status]) -> dict[str, Any]:
         """Return the merged status. `statuses`: the status of each router that answers, by URL; at least one."""
-        self._add_growth({url: _read_counters(status) for url, status in statuses.items()})
+        bounds = next(iter(statuses.values()))["latency"]["bounds_s"]
+        self._add_growth({url: _read_counters(status, bounds) for url, status in statuses.items()})
         rows: dict[str, dict[str, Row]] = {}
         for url, status in statuses.items():
             for row in status["workers"]:
@@ -75,6 +76,10 @@ class StatusMerger:
             for name, values in now.items():
                 zeros = [0.0] * len(values)
                 totals = self._totals.setdefault(name, zeros)
+                if len(totals) != len(values):  # the routers are of another release, with other bounds
+                    totals = self._totals[name] = zeros
+                if len(before.get(name, zeros)) != len(values):
+                    continue
                 if before and not is_restarted:  # a worker that is new has had its requests since
                     grown = (max(new - old, 0) for old, new in zip(before.get(name, zeros), values, strict=True))
                     self._totals[name] = [total + growth for total, growth in zip(totals, grown, strict=True)]
@@ -83,10 +88,12 @@ class StatusMerger:
         self._totals = {name: total for name, total in self._totals.items() if name in known}
 
 
-def _read_counters(status: Status) -> dict[str, list[float]]:
+def _read_counters(status: Status, bounds: Sequence[float]) -> dict[str, list[float]]:
+    """Return the counters of a status. Latencies counted with other bounds than `bounds` are left out (all 0)."""
+    latency, has_bounds = status["latency"], status["latency"]["bounds_s"] == bounds
     return {
         "refused": [status["refused"]],
-        **{name: list(status["latency"][name]) for name in HISTOGRAMS},
+        **{name: list(latency[name]) if has_bounds else [0] * (len(bounds) + 1) for name in HISTOGRAMS},
         **{f"answered {row['name']}": [row["answered"]] for row in status["workers"]},
     }
 

@@ -28,6 +28,9 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
 
     import uvloop
 
+    from emberline.core.descriptor_limit import raise_descriptor_limit
+
+    raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service)
     return 0

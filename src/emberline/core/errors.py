@@ -16,7 +16,10 @@
     │   ├── ModelNotFound          404     model_not_found
     │   └── ThreadNotFound         404     thread_not_found      Anthropic's `thread`: clients send all messages again
     ├── MethodNotAllowed           405     method_not_allowed
+    ├── RequestBodyTimeout         408     request_body_timeout  the body arrived too slowly
     ├── Overloaded                 429     queue_full            `retry_after` seconds
+    │   └── BodyMemoryFull         503     body_memory_full      the bodies of all clients use up the memory for them
+    │       └── BodyShareFull      429     body_share_full       most of them are of this client
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
     │   ├── EngineLoading          503     loading               the model is being loaded
     │   └── ShuttingDown           503     shutting_down         the stream was open when the server shut down
@@ -150,6 +153,22 @@ class Overloaded(EmberlineError):
     def __init__(self, message: str, *, retry_after: int = 1, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.retry_after = retry_after
+
+
+class RequestBodyTimeout(EmberlineError):
+    status = 408
+    code = "request_body_timeout"
+    default_hint = "send the request again over a faster connection"
+
+
+class BodyMemoryFull(Overloaded):
+    status = 503
+    code = "body_memory_full"
+
+
+class BodyShareFull(BodyMemoryFull):
+    status = 429
+    code = "body_share_full"
 
 
 class EngineUnavailable(EmberlineError):

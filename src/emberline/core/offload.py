@@ -7,7 +7,8 @@ where they cost less than sending them to a child:
     found = peek(body) if len(body) < LARGE_INPUT_BYTES else await offload.run(len(body), peek, body)
 
 There are two child processes, each started when it is first needed: one for inputs up to HUGE_INPUT_BYTES and one for
-larger ones, so that a request of 200 kB does not wait for one of 30 MB. A call that takes more than MAX_CPU_SECONDS of
+larger ones, so that a request of 200 kB does not wait for one of 30 MB. Clients
+take turns (`fair_executor.py`). A call that takes more than MAX_CPU_SECONDS of
 CPU time ends its child and raises WorkTooLarge; the next call starts a new child. The function is passed by its module
 and name, so it must be importable; arguments, result and error are pickled. Unpickling holds the interpreter's lock in
 the server's process, so a function whose input may have a million objects returns few objects or rejects the request.
@@ -28,10 +29,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, ParamSpec, TypeVar
 
 from emberline.core.errors import EmberlineError, EngineUnavailable, WorkTooLarge
+from emberline.core.fair_executor import FairExecutor
 
 LARGE_INPUT_BYTES = 1 << 17  # smaller inputs are processed on the event loop
 HUGE_INPUT_BYTES = 1 << 20  # larger inputs have their own child process
@@ -79,7 +80,7 @@ class OffloadProcess:
         self._command = (*_COMMAND, str(niceness), str(memory_bytes))
         self._exit_error = exit_error
         self._lock = threading.Lock()  # one call at a time
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload-{name}")
+        self._thread = FairExecutor(f"offload-{name}")
         self._process: subprocess.Popen[bytes] | None = None
         self.calls = 0  # number of calls so far, for tests
 

@@ -6,7 +6,9 @@ Every failure becomes an error reply in the client's dialect (wire format).
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 from urllib.parse import parse_qsl
 
@@ -56,6 +58,22 @@ class InboundRequest(msgspec.Struct, frozen=True):
     body: bytes
 
 
+# Takes the body of a request whose head was accepted, and answers it.
+BodyHandler = Callable[[bytes], Awaitable[GatewayReply]]
+
+
+class AdmittedHead(msgspec.Struct, frozen=True):
+    """What the path and the headers of an accepted request say."""
+
+    target: RequestTarget
+    options: RequestOptions
+    gateway: str
+    settings: GatewaySettings
+    identity: Identity
+    headers: dict[str, str]  # without gateway keys
+    started_at: float
+
+
 class SettingsSource(Protocol):
     """Looks up the settings of a gateway."""
 
@@ -101,32 +119,61 @@ class Gateway:
         self._ids = RequestIDGenerator()
         self._targets: dict[str, RequestTarget] = {}  # cache, by path
 
+    async def admit(self, head: InboundRequest) -> BodyHandler | GatewayReply:
+        """Check a request by its path and headers, before its body is read.
+
+        Return the function that answers the request, or an error reply if the path is unknown or the key is missing or
+        wrong. `head` is the request without its body.
+        """
+        try:
+            admitted = await self._admit_head(self._find_target(head.path), head)
+            _check_has_key(admitted.settings, admitted.identity, admitted.gateway)
+        except Exception as e:
+            return self._reply_with_error(head, e)
+        return partial(self._answer_admitted, head, admitted)
+
     async def answer(self, inbound: InboundRequest, key_id: str | None = None) -> GatewayReply:
         """Answer a request. Every failure becomes an error reply.
 
         `key_id` is set only for a request from the batch queue: the id of the key that queued the request, or "" if no
         key was used.
         """
-        dialect: Dialect = "raw"
         try:
-            target = self._targets.get(inbound.path) or self._parse_target(inbound.path)
-            dialect = target.dialect
-            request = await self.build_request(target, inbound)
+            admitted = await self._admit_head(self._find_target(inbound.path), inbound)
             if key_id:
-                request.identity = await self._current_identity(key_id)
-            dialect = request.dialect
+                admitted = msgspec.structs.replace(admitted, identity=await self._current_identity(key_id))
+        except Exception as e:
+            return self._reply_with_error(inbound, e)
+        return await self._answer_admitted(inbound, admitted, inbound.body)
+
+    async def _answer_admitted(self, head: InboundRequest, admitted: AdmittedHead, body: bytes) -> GatewayReply:
+        try:
+            request = await self._build_request(head, admitted, body)
+        except Exception as e:
+            return self._reply_with_error(head, e)
+        try:
             reply = await self._handler(request)
-            reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), dialect
+            reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), request.dialect
             return reply
         except Exception as e:
-            if not isinstance(e, EmberlineError):
-                log.exception("Request failed with an internal error: method=%s path=%s", inbound.method, inbound.path)
-            return error_reply(dialect, e)
+            return self._reply_with_error(head, e, request.dialect)
+
+    def _reply_with_error(self, head: InboundRequest, error: Exception, dialect: Dialect | None = None) -> GatewayReply:
+        """Return the error reply in the given dialect, else in that of the path."""
+        if not isinstance(error, EmberlineError):
+            log.exception("Request failed with an internal error: method=%s path=%s", head.method, head.path)
+        return error_reply(dialect or self._dialect_of_path(head.path), error)
+
+    def _dialect_of_path(self, path: str) -> Dialect:
+        try:
+            return self._find_target(path).dialect
+        except EmberlineError:
+            return "raw"
 
     async def open_realtime_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
         """Open a realtime session at a provider. Return the open session, or an error reply if that failed."""
         try:
-            request = await self.build_request(target, inbound)
+            request = await self._build_request(inbound, await self._admit_head(target, inbound), inbound.body)
             request.model, request.stream = model, True
             request.deadline = request.started_at + request.settings.timeouts.session
             return await self._session_handler(request)
@@ -135,7 +182,10 @@ class Gateway:
                 log.exception("Realtime session failed with an internal error: path=%s", inbound.path)
             return error_reply("raw", e)
 
-    def _parse_target(self, path: str) -> RequestTarget:
+    def _find_target(self, path: str) -> RequestTarget:
+        """Return the target of a path. Raise NotFound or InvalidRequest if it has none."""
+        if (known := self._targets.get(path)) is not None:
+            return known
         target = parse_path(path)
         if len(path) < MAX_CACHED_PATH_CHARS:
             if len(self._targets) >= MAX_CACHED_PATHS:
@@ -143,43 +193,46 @@ class Gateway:
             self._targets[path] = target
         return target
 
-    async def build_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
-        """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
+    async def _admit_head(self, target: RequestTarget, head: InboundRequest) -> AdmittedHead:
+        """Return what the head of a request says. Raise an EmberlineError if the head is rejected."""
         began = self._clock.now()
         methods = target.unified_endpoint.methods if target.unified_endpoint is not None else ("POST",)
-        if inbound.method not in methods and target.kind != "native":
+        if head.method not in methods and target.kind != "native":
             allowed = ", ".join(methods)
             raise MethodNotAllowed(
-                f"{inbound.path[:200]} must be called with {allowed}, not {inbound.method[:20]}", allowed=allowed
+                f"{head.path[:200]} must be called with {allowed}, not {head.method[:20]}", allowed=allowed
             )
-        options = RequestOptions.from_headers(inbound.headers)
+        options = RequestOptions.from_headers(head.headers)
         if target.unified_endpoint is not None and target.unified_endpoint.access != "inference":
             options = replace(options, skip_cache=True)
         gateway = target.gateway or options.gateway_id or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
-        received = (
-            headers_with_query_key(inbound.headers, inbound.query) if target.dialect == "gemini" else inbound.headers
-        )
+        received = headers_with_query_key(head.headers, head.query) if target.dialect == "gemini" else head.headers
         identity, headers = await self._identify_and_strip_keys(target, received)
+        return AdmittedHead(target, options, gateway, settings, identity, headers, began)
+
+    async def _build_request(self, head: InboundRequest, admitted: AdmittedHead, body: bytes) -> GatewayRequest:
+        """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
+        target, settings, headers = admitted.target, admitted.settings, admitted.headers
         request = GatewayRequest(
             id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
             account=target.account,
-            gateway=gateway,
+            gateway=admitted.gateway,
             provider=target.provider,
             endpoint=target.endpoint,
             dialect=target.dialect,
-            method=inbound.method,
+            method=head.method,
             headers=headers,
-            query=inbound.query,
-            body=inbound.body,
+            query=head.query,
+            body=body,
             model="",
             stream=False,
             max_output=None,
-            options=options,
-            identity=identity,
+            options=admitted.options,
+            identity=admitted.identity,
             settings=settings,
-            started_at=began,
-            deadline=began + settings.timeouts.total,
+            started_at=admitted.started_at,
+            deadline=admitted.started_at + settings.timeouts.total,
             trace_headers={name: headers[name] for name in TRACES if name in headers},
         )
         if len(request.body) >= LARGE_INPUT_BYTES and target.kind != "universal" and not _has_form(request):
@@ -199,11 +252,7 @@ class Gateway:
         gateway = target.gateway or RequestOptions.from_headers(headers).gateway_id or DEFAULT_NAME
         identity, _ = await self._identify_and_strip_keys(target, headers)
         settings = await self._settings_source.get_settings(target.account, gateway)
-        if settings.authentication and identity.kind == "anonymous":
-            raise Unauthorized(
-                f"gateway {gateway[:80]!r} requires a key and the request has none",
-                hint="send Authorization: Bearer KEY or cf-aig-authorization: Bearer KEY",
-            )
+        _check_has_key(settings, identity, gateway)
         return identity, settings
 
     async def identify(self, headers: dict[str, str]) -> Identity:
@@ -317,6 +366,15 @@ class Gateway:
         request.model = fields.model if isinstance(fields.model, str) else ""
         request.stream = fields.stream is True
         request.max_output, request.choice_count = fields.max_output, fields.choice_count
+
+
+def _check_has_key(settings: GatewaySettings, identity: Identity, gateway: str) -> None:
+    """Raise Unauthorized if the gateway requires a key and the request has none."""
+    if settings.authentication and identity.kind == "anonymous":
+        raise Unauthorized(
+            f"gateway {gateway[:80]!r} requires a key and the request has none",
+            hint="send Authorization: Bearer KEY or cf-aig-authorization: Bearer KEY",
+        )
 
 
 def headers_with_query_key(headers: dict[str, str], query: str) -> dict[str, str]:

@@ -11,6 +11,8 @@ import logging
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from emberline.core.errors import RequestBodyTimeout
+from emberline.net.body_budget import BodyReservation
 from emberline.net.server_state import ServerState
 
 log = logging.getLogger("emberline.net")
@@ -18,6 +20,9 @@ log = logging.getLogger("emberline.net")
 MAX_BUFFERED_BODY_BYTES = 1 << 16  # above it, reading from the client pauses
 MAX_JOINED_BODY_BYTES = 1 << 16  # a larger body is written apart from its head: joining them would copy it
 BODILESS_STATUSES = (204, 304)
+# A body must arrive within this time, plus the time that its bytes take at the lowest accepted rate.
+BODY_TIMEOUT_S = 30.0
+MIN_BODY_BYTES_PER_S = 1 << 14
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
 
 
@@ -40,6 +45,10 @@ class CycleConnection(Protocol):
 
     def resume_reading(self) -> None: ...
 
+    def set_body_deadline(self, time: float) -> None:
+        """Call the cycle's `time_out_body` at this time of the event loop, unless its body is complete by then."""
+        ...
+
     def finish_cycle(self, cycle: RequestResponseCycle) -> None:
         """Start the connection's next request. The cycle calls this when its reply is written."""
         ...
@@ -51,14 +60,19 @@ class CycleConnection(Protocol):
 
 class RequestResponseCycle:
     __slots__ = (
+        "_body_bytes",
+        "_body_is_late",
+        "_body_started_at",
         "_bytes_left",
         "_connection",
+        "_declared_body_bytes",
         "_end_received",
         "_expects_continue",
         "_has_whole_body",
         "_head",
         "_is_chunked",
         "_parts",
+        "_reservation",
         "_size",
         "_state",
         "_waiter",
@@ -77,10 +91,13 @@ class RequestResponseCycle:
         scope: dict[str, Any],
         keep_alive: bool,
         expects_continue: bool,
+        declared_body_bytes: int,
+        reservation: BodyReservation,
     ) -> None:
         """`keep_alive`: the connection stays open after the reply.
 
-        `expects_continue`: the client sends its body only after it has received status 100.
+        `expects_continue`: the client sends its body only after it has received status 100. `declared_body_bytes`: the
+        content-length, 0 if there is none. `reservation`: of memory for the body, until the reply begins.
         """
         self.task: asyncio.Task[None] | None = None
         self.scope = scope
@@ -92,6 +109,11 @@ class RequestResponseCycle:
         self._expects_continue = expects_continue
         self._parts: list[bytes] = []  # of the request body
         self._size = 0
+        self._declared_body_bytes = declared_body_bytes
+        self._reservation = reservation
+        self._body_bytes = 0  # bytes of the request body that the application has received
+        self._body_started_at = 0.0  # when the application began to wait for the body; 0: it has not yet
+        self._body_is_late = False
         self._has_whole_body = False  # all of the request body has arrived
         self._end_received = False  # the application has received the end of the request body
         self._head = b""  # head of the reply, held back until the body
@@ -115,6 +137,7 @@ class RequestResponseCycle:
                 raise
         finally:
             assert self.task is not None
+            self._reservation.release()
             self._state.tasks.discard(self.task)
 
     # -- the request ---------------------------------------------------------------------------------------------------
@@ -141,8 +164,11 @@ class RequestResponseCycle:
     async def receive(self) -> dict[str, Any]:
         """Return the next ASGI message: a part of the request's body, or http.disconnect.
 
-        The message is http.disconnect once the client has disconnected or the reply has ended.
+        The message is http.disconnect once the client has disconnected or the reply has ended. Raises BodyMemoryFull if
+        there is no memory for the body, and RequestBodyTimeout if it arrives too slowly.
         """
+        if self._declared_body_bytes and not self.has_started:
+            self._reservation.reserve(self._declared_body_bytes)
         if self._expects_continue and not self._has_whole_body and not self.is_disconnected:
             self._expects_continue = False
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -152,10 +178,31 @@ class RequestResponseCycle:
             assert self._waiter is None or self._waiter.done(), "receive() is already waiting"
             self._connection.resume_reading()
             self._waiter = self._state.loop.create_future()
+            if not self._has_whole_body:
+                self._set_body_deadline()
             await self._waiter
+            if self._body_is_late:
+                raise RequestBodyTimeout(
+                    f"the request's body arrived too slowly: {self._body_bytes} bytes in "
+                    f"{self._state.loop.time() - self._body_started_at:.0f} s"
+                )
         return {"type": "http.disconnect"}
 
+    def _set_body_deadline(self) -> None:
+        self._body_started_at = self._body_started_at or self._state.loop.time()
+        seconds = BODY_TIMEOUT_S + self._body_bytes / MIN_BODY_BYTES_PER_S
+        self._connection.set_body_deadline(self._body_started_at + seconds)
+
+    def time_out_body(self) -> None:
+        """Let the application's `receive` raise RequestBodyTimeout. The connection is closed after the reply."""
+        if not (self._has_whole_body or self.is_complete) and self._waiter is not None and not self._waiter.done():
+            self._body_is_late, self.keep_alive = True, False
+            self.wake_receiver()
+
     def _take_body(self) -> dict[str, Any]:
+        if not self.has_started:
+            self._reservation.add(self._size)
+        self._body_bytes += self._size
         parts, self._parts, self._size = self._parts, [], 0
         self._end_received = self._has_whole_body
         body = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -202,6 +249,7 @@ class RequestResponseCycle:
         if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines or b"\0" in head:
             raise ValueError("a header of the reply contains a line break")
         self.has_started, self._expects_continue = True, False
+        self._reservation.release()
         if has_length:
             self._head = head
         else:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from itertools import islice
 
+from emberline.net.descriptors import CHECK_INTERVAL_S, descriptor_watch
 from emberline.net.server_connection import HTTPServerConnection
 from emberline.net.server_state import App, ServerState
 
@@ -24,6 +26,7 @@ class HTTPServer:
         self.state = ServerState(app, max_message_bytes=max_message_bytes)
         self._tls = tls
         self._listener: asyncio.Server | None = None
+        self._descriptor_check: asyncio.TimerHandle | None = None
 
     async def start(self, listener: socket.socket) -> None:
         state = self.state
@@ -35,6 +38,16 @@ class HTTPServer:
             ssl_handshake_timeout=TLS_HANDSHAKE_TIMEOUT_S if self._tls else None,
             ssl_shutdown_timeout=TLS_SHUTDOWN_TIMEOUT_S if self._tls else None,
         )
+        self._check_descriptors(listener)
+
+    def _check_descriptors(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:  # still open
+            missing = descriptor_watch.check(listener.fileno())
+            idle = (connection for connection in self.state.connections if connection.is_idle)
+            for connection in list(islice(idle, missing)):
+                connection.abort()
+                descriptor_watch.record_shortage(len(self.state.connections), rejected=False)
+            self._descriptor_check = self.state.loop.call_later(CHECK_INTERVAL_S, self._check_descriptors, listener)
 
     @property
     def open_request_count(self) -> int:
@@ -48,6 +61,8 @@ class HTTPServer:
         state = self.state
         if self._listener is not None:
             self._listener.close()
+        if self._descriptor_check is not None:
+            self._descriptor_check.cancel()
         for connection in list(state.connections):
             connection.close_when_idle()
         with contextlib.suppress(TimeoutError):

@@ -10,18 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import sys
 import termios
 from collections import deque
+from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 
+from emberline.core.log_throttle import LogThrottle
 from emberline.core.tls import certificate_names
+from emberline.net.body_budget import BodyReservation, body_budget
 from emberline.net.deadline_timer import DeadlineTimer
+from emberline.net.descriptors import descriptor_watch
+from emberline.net.request_headers import InvalidRequestHead, check_framing, combine_headers
 from emberline.net.request_response_cycle import RequestResponseCycle
 from emberline.net.server_state import ServerState
+
+connection_errors = LogThrottle(logging.getLogger("emberline.net"))
 
 KEEP_ALIVE_TIMEOUT_S = 5.0  # from one reply to the next request
 HEAD_TIMEOUT_S = 20.0  # for the whole head of a request to arrive
@@ -30,7 +38,7 @@ FIRST_FLUSH_CHECK_S, MAX_FLUSH_CHECK_S = 0.01, 0.25  # between two looks at what
 WRITE_STALL_TIMEOUT_S = 60.0  # for a client to read any of the data that waits for it
 MAX_HEAD_BYTES = 1 << 16  # of a head without the bytes that arrive together with its end; likewise of trailers
 MAX_HEADERS = 200
-ERROR_BODIES = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
+MAX_DISCARDED_BODY_BYTES = 32 << 20  # of a body that arrives after its reply; then the connection is closed
 
 
 class HTTPServerConnection(asyncio.Protocol):
@@ -50,6 +58,7 @@ class HTTPServerConnection(asyncio.Protocol):
         self._in_head = False  # a head has begun and not ended
         self._ignores_input = False  # further input is discarded
         self._paused = False
+        self._discarded_body_bytes = 0  # of the request whose body is arriving
         self._bytes_without_progress = 0  # bytes received since the last head or piece of a body
         self._made_progress = False  # the last bytes received had a head or a piece of a body
         self._unread_bytes = 0  # bytes that the client had not read at the last check
@@ -79,6 +88,10 @@ class HTTPServerConnection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
+    def set_body_deadline(self, time: float) -> None:
+        if not self.is_write_paused:  # otherwise the timer watches that the client reads
+            self._timer.set(time)
+
     def finish_cycle(self, cycle: RequestResponseCycle) -> None:
         """Start the next request of the queue after a reply was written. If the queue is empty, wait for a request."""
         if cycle is not self._cycle:
@@ -93,11 +106,12 @@ class HTTPServerConnection(asyncio.Protocol):
             # The rest of an unread body is discarded; the client has HEAD_TIMEOUT_S to send it.
             self._set_close_deadline(KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S)
 
-    def send_error(self, status: int) -> None:
+    def send_error(self, status: int, reason: str = "") -> None:
         """Send an error reply that does not come from the application, and close the connection."""
-        body = ERROR_BODIES[status]
+        phrase = HTTPStatus(status).phrase
+        body = (f"{phrase}: {reason}" if reason else phrase).encode()
         head = b"HTTP/1.1 %d %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.write(head % (status, body, len(body)) + body)
+        self.write(head % (status, phrase.encode(), len(body)) + body)
         self.close()
 
     def close(self) -> None:
@@ -137,6 +151,10 @@ class HTTPServerConnection(asyncio.Protocol):
 
     # -- for the server ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        return self._cycle is None
+
     def close_when_idle(self) -> None:
         if self._cycle is None:
             self.close()
@@ -156,11 +174,22 @@ class HTTPServerConnection(asyncio.Protocol):
         self._is_tls = transport.get_extra_info("ssl_object") is not None
         if certificate := transport.get_extra_info("peercert"):
             self._client_cert_names = certificate_names(certificate)
-        self._state.connections.add(self)
+        self._state.connections[self] = None
         self._set_close_deadline(HEAD_TIMEOUT_S)
+        if descriptor_watch.count_missing(transport.get_extra_info("socket").fileno()):
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the oldest connection without a request, or reject this one if all others have requests."""
+        oldest = next(each for each in self._state.connections if each.is_idle)
+        descriptor_watch.record_shortage(len(self._state.connections), rejected=oldest is self)
+        if oldest is self:
+            self.send_error(503, "the server has too many open connections")
+        else:
+            oldest.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._state.connections.discard(self)
+        self._state.connections.pop(self, None)
         self._ignores_input = True
         self._parser = None  # breaks a reference cycle
         self._timer.cancel()
@@ -194,17 +223,24 @@ class HTTPServerConnection(asyncio.Protocol):
                 self._switch_to_websocket(data[e.args[0] :])
             return
         except httptools.HttpParserError as e:
-            self._reject_input(431 if isinstance(e.__context__, _HeadTooLarge) else 400)
+            cause = e.__context__
+            if isinstance(cause, InvalidRequestHead):
+                self._reject_input(cause.status, str(cause))
+            elif isinstance(cause, MemoryError):
+                connection_errors.write(logging.ERROR, "Request rejected because memory is used up: status=503")
+                self._reject_input(503, "the server's memory is used up")
+            else:
+                self._reject_input(400)
             return
         self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
         if self._bytes_without_progress > MAX_HEAD_BYTES:
             self._reject_input(431)
 
-    def _reject_input(self, status: int) -> None:
+    def _reject_input(self, status: int, reason: str = "") -> None:
         """Reject the client's invalid input with an error status, or close the connection if a reply has started."""
         self._ignores_input = True
         if self._cycle is None:
-            self.send_error(status)
+            self.send_error(status, reason)
         elif self._reading is self._cycle:
             self._cycle.is_disconnected = True
             self._cycle.wake_receiver()
@@ -224,7 +260,7 @@ class HTTPServerConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(value) > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
-            raise _HeadTooLarge
+            raise InvalidRequestHead(431, f"a header has more than {MAX_HEAD_BYTES} bytes, or there are too many")
         if self._in_head:  # a trailer must not pass as a header: the checks of the head did not see it
             self._headers.append((name.lower(), value))
 
@@ -233,18 +269,21 @@ class HTTPServerConnection(asyncio.Protocol):
         assert parser is not None
         self._in_head, self._made_progress = False, True
         version = parser.get_http_version()
-        names = [name for name, _ in self._headers]
-        hosts = names.count(b"host")
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise _InvalidHostHeader  # with two, the Host check and the application could read different ones
+        headers = combine_headers(self._headers)
+        check_framing(headers, version)
+        self._headers = list(headers.items())
         upgrades = parser.should_upgrade()
         if upgrades and self._is_websocket_upgrade():
             return
         keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
-        expects_continue = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
+        expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         scope = self._make_scope("http", parser.get_method().decode("ascii"), version)
-        cycle = RequestResponseCycle(self, self._state, scope, keep_alive, expects_continue)
-        self._reading = cycle
+        declared_bytes = int(headers.get(b"content-length", 0))
+        reservation = BodyReservation(body_budget, headers, self._client[0])
+        cycle = RequestResponseCycle(
+            self, self._state, scope, keep_alive, expects_continue, declared_bytes, reservation
+        )
+        self._reading, self._discarded_body_bytes = cycle, 0
         if self._cycle is None:
             self._start_cycle(cycle)
         else:
@@ -253,8 +292,15 @@ class HTTPServerConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._made_progress = True
-        if self._reading is not None and not self._reading.is_complete:
+        if self._reading is None:
+            return
+        if not self._reading.is_complete:
             self._reading.add_request_body(body)
+            return
+        self._discarded_body_bytes += len(body)
+        if self._discarded_body_bytes > MAX_DISCARDED_BODY_BYTES:
+            self._ignores_input = True
+            self.abort()
 
     def on_message_complete(self) -> None:
         if self._reading is not None:
@@ -299,7 +345,7 @@ class HTTPServerConnection(asyncio.Protocol):
         from emberline.net.websocket import WebSocketConnection
 
         assert self._transport is not None
-        self._state.connections.discard(self)
+        self._state.connections.pop(self, None)
         self._timer.cancel()
         socket = WebSocketConnection(self._state, self._make_scope("websocket", "GET", "1.1"))
         self._transport.set_protocol(socket)
@@ -313,6 +359,8 @@ class HTTPServerConnection(asyncio.Protocol):
     def _on_deadline(self) -> None:
         if self._flush_deadline is not None:
             self._close_when_flushed(self._flush_deadline)
+        elif self._cycle is not None and not (self.is_write_paused or self._ignores_input):
+            self._cycle.time_out_body()
         elif self._cycle is not None and self._count_unread_bytes() < self._unread_bytes:
             self._watch_client_reading()
         else:
@@ -330,11 +378,3 @@ class HTTPServerConnection(asyncio.Protocol):
         with contextlib.suppress(OSError, ValueError):
             fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
         return self._transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
-
-
-class _HeadTooLarge(Exception):
-    """The headers of a request, or one of them, exceed the size limits."""
-
-
-class _InvalidHostHeader(Exception):
-    """A request has no Host header, or more than one."""

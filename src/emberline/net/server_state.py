@@ -15,6 +15,11 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 class ServerConnection(Protocol):
     """An open HTTP or WebSocket connection of the server."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in progress."""
+        ...
+
     def close_when_idle(self) -> None:
         """Close the connection when the request in progress has been answered, or at once if there is no request."""
         ...
@@ -28,5 +33,5 @@ class ServerState:
         self.app = app
         self.max_message_bytes = max_message_bytes
         self.loop = asyncio.get_running_loop()
-        self.connections: set[ServerConnection] = set()
+        self.connections: dict[ServerConnection, None] = {}  # a set, the oldest first
         self.tasks: set[asyncio.Task[None]] = set()

@@ -1,6 +1,8 @@
 """WebSocketConnection: an HTTP connection after its upgrade to a WebSocket, as the ASGI application sees it.
 
-The next message is read from the socket when the application has received the message before it. The server sends a
+Messages are read only after the application has accepted the connection, which it does if the caller's key is valid.
+The next message is read from the socket when the application has received the message before it. A message that is
+arriving uses the memory for request bodies (`body_budget.py`). The server sends a
 ping every PING_INTERVAL_S and closes the connection if a ping was not answered when the next one is due.
 """
 
@@ -19,6 +21,8 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
+from emberline.core.errors import BodyMemoryFull
+from emberline.net.body_budget import BodyReservation, body_budget
 from emberline.net.server_state import ServerState
 
 log = logging.getLogger("emberline.net")
@@ -46,6 +50,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._frames: list[bytes] = []  # of an incomplete message
+        self._reservation = BodyReservation(body_budget, dict(scope["headers"]), scope["client"][0])
         self._is_text = True  # the incomplete message is text
         self._writable = asyncio.Event()
         self._writable.set()
@@ -55,6 +60,10 @@ class WebSocketConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     # -- for the server ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return False
 
     def close_when_idle(self) -> None:
         self._send_close(CloseCode.SERVICE_RESTART)
@@ -67,10 +76,11 @@ class WebSocketConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._state.connections.add(self)
+        self._state.connections[self] = None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._state.connections.discard(self)
+        self._state.connections.pop(self, None)
+        self._reservation.release()
         self._mark_ended(CloseCode.ABNORMAL_CLOSURE)
 
     def pause_writing(self) -> None:
@@ -80,6 +90,12 @@ class WebSocketConnection(asyncio.Protocol):
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._timer is not None and not self._is_ended:
+            try:
+                self._reservation.add(len(data))
+            except BodyMemoryFull as error:
+                self._send_close(CloseCode.TRY_AGAIN_LATER, error.message)
+                return
         self._protocol.receive_data(data)
         for event in self._protocol.events_received():
             if isinstance(event, Request):
@@ -108,6 +124,8 @@ class WebSocketConnection(asyncio.Protocol):
         offered = request.headers.get_all("Sec-WebSocket-Protocol")
         self._scope["subprotocols"] = [each.strip() for line in offered for each in line.split(",")]
         self._scope["extensions"] = {"websocket.http.response": {}}
+        assert self._transport is not None
+        self._transport.pause_reading()  # until the connection is accepted
         self._messages.put_nowait({"type": "websocket.connect"})
         self._task = self._loop.create_task(self._run())
         self._state.tasks.add(self._task)
@@ -147,9 +165,14 @@ class WebSocketConnection(asyncio.Protocol):
 
     async def receive(self) -> dict[str, Any]:
         message = await self._messages.get()
-        if self._messages.empty() and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._messages.empty() and self._timer is not None:  # the connection is accepted
+            self._reservation.release()
+            self._resume_reading()
         return message
+
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     async def send(self, message: dict[str, Any]) -> None:
         """Send an ASGI message to the client. If the connection is closed, the message is dropped."""
@@ -182,6 +205,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._protocol.send_response(self._response)
         self._flush_frames()
         self._timer = self._loop.call_later(PING_INTERVAL_S, self._send_ping)
+        self._resume_reading()
 
     async def _send_message(self, message: dict[str, Any]) -> None:
         """Send a message. A message larger than MAX_FRAGMENT_BYTES is sent in fragments.

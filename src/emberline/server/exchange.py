@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from emberline.core.errors import BodyTooLarge
+from emberline.core.errors import BodyMemoryFull, BodyTooLarge, UnsupportedMediaType
 from emberline.trace.span import Span
 from emberline.wire.sse import dumps
 
@@ -46,7 +46,15 @@ class Exchange:
         return self.headers.get(name.encode(), b"").decode("latin-1")
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Return the request's whole body. Raises BodyTooLarge or ClientDisconnected."""
+        """Return the request's whole body.
+
+        Call it only after the request's key was checked. Raises BodyTooLarge, UnsupportedMediaType if the body is
+        compressed, RequestBodyTimeout, BodyMemoryFull or ClientDisconnected."""
+        if (encoding := self.header("content-encoding")).lower() not in ("", "identity"):
+            raise UnsupportedMediaType(
+                f"the content-encoding is {encoding[:100]!r}; compressed bodies are not supported",
+                hint="send the body uncompressed, without a content-encoding header",
+            )
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > max_bytes:
             raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {max_bytes} are allowed")
@@ -61,7 +69,10 @@ class Exchange:
             if size > max_bytes:
                 raise BodyTooLarge(f"the body has more than the allowed {max_bytes} bytes")
             if not message.get("more_body", False):
-                return b"".join(parts)
+                try:
+                    return b"".join(parts)
+                except MemoryError:  # the memory of the process is limited
+                    raise BodyMemoryFull("the memory of the server is used up") from None
 
     async def reply(
         self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None

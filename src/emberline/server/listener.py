@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from emberline.core.errors import EngineLoading, InvalidRequest
+from emberline.core.freememory import free_memory
+from emberline.net.body_budget import body_budget
 from emberline.net.server import LISTEN_BACKLOG, HTTPServer
 from emberline.net.server_state import App
 from emberline.server.access import is_loopback
@@ -133,6 +135,7 @@ async def serve_until_stopped(
     `on_ready` is called when the server accepts requests, and `before_stop` after the signal, while the server still
     accepts requests. `max_message_bytes` limits the size of a WebSocket message; if it is 0, WebSockets are rejected.
     `server` is the server that `answer_while_loading` returned. Without `tls`, a new server uses plain HTTP."""
+    body_budget.fit_to_memory(free_memory())
     with _watch_stop_signals() as stop:
         if server is None:
             server = HTTPServer(app, max_message_bytes=max_message_bytes, tls=tls)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from emberline.core.events import SleepStats, SpeculationStats, Stats, TierStats, Timing
 from emberline.core.tls import TLSIdentity
+from emberline.net.body_budget import body_budget
+from emberline.net.descriptors import descriptor_watch
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                      40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -52,6 +54,38 @@ def tls_families(identity: TLSIdentity | None) -> Iterator[MetricFamily]:
         ("failed_handshakes_total", "TLS handshakes of clients that failed.", "counter", identity.failed_handshakes),
     ):
         yield MetricFamily(f"emberline:tls_{name}", help_, kind, [f"emberline:tls_{name} {value}"])
+
+
+def listener_families() -> Iterator[MetricFamily]:
+    """Yield the metrics of the memory for request bodies, and of connections for which there was no descriptor."""
+    for name, help_, kind, value in (
+        ("request_body_bytes", "Memory reserved for request bodies.", "gauge", body_budget.used_bytes),
+        (
+            "rejected_request_bodies_total",
+            "Request bodies for which there was no memory (429 or 503).",
+            "counter",
+            body_budget.rejected_bodies,
+        ),
+        (
+            "rejected_connections_total",
+            "Connections answered 503 because file descriptors were scarce.",
+            "counter",
+            descriptor_watch.rejected_connections,
+        ),
+        (
+            "closed_idle_connections_total",
+            "Idle connections closed because file descriptors were scarce.",
+            "counter",
+            descriptor_watch.closed_connections,
+        ),
+        (
+            "descriptor_exhaustion_total",
+            "Checks, one each second, that found no free file descriptor.",
+            "counter",
+            descriptor_watch.exhausted_checks,
+        ),
+    ):
+        yield MetricFamily(f"emberline:http_{name}", help_, kind, [f"emberline:http_{name} {value}"])
 
 
 class ReplyCounter:

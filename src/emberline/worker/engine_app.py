@@ -25,7 +25,7 @@ from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.server.access import AccessPolicy
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.metrics import CacheInfo, MetricFamily, render_exposition, tls_families
+from emberline.server.metrics import CacheInfo, MetricFamily, listener_families, render_exposition, tls_families
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import Handler, HTTPRoute, RouteTable
 from emberline.server.tracing import RequestTracing
@@ -86,6 +86,7 @@ class EngineApp:
         )
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.record_step(stats)
         self._start_time = time.time()
+        self._ready_at = time.monotonic()  # the wall clock may be set
         self._tracing = tracing
         self.extra_metrics: Callable[[], Iterable[MetricFamily]] = tuple  # of the registration with routers
         self._tls = tls
@@ -250,7 +251,7 @@ class EngineApp:
                 "model": ", ".join(model.name for model in self._catalog),
                 "engine_state": engine.state.value,
                 "engine_restarts": engine.restarts,
-                "uptime_seconds": time.time() - self._start_time,
+                "uptime_seconds": time.monotonic() - self._ready_at,
                 "dashboard": self._config.dashboard,
                 "kv_usage": s.kv_usage,
                 "open_requests": engine.num_open_submissions,
@@ -262,7 +263,7 @@ class EngineApp:
     async def _report_metrics(self, exchange: Exchange) -> None:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
-        others = (*traced, *self.extra_metrics(), *tls_families(self._tls))
+        others = (*traced, *self.extra_metrics(), *tls_families(self._tls), *listener_families())
         text = render_exposition([*models, self._site.reply_counter.family(), self._ignored_fields.family(), *others])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 

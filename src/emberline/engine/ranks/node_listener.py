@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from emberline import __version__
 from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, EngineFailed, InvalidRequest, NodeRankTaken, WrongClusterKey
+from emberline.core.log_throttle import LogThrottle
+from emberline.core.pending_connections import PendingConnections
 from emberline.engine.messages import Rejection
 from emberline.engine.ranks.cluster_key import authenticate_node, read_node_keys
 from emberline.engine.ranks.control import DEFAULT_SETTING, list_shared_settings
@@ -79,7 +81,8 @@ class NodeListener:
         self._is_complete = False  # whether all nodes have joined; a node that comes back joins the next group
         self._refused = ""  # last connection that was refused
         self._is_closing = threading.Event()
-        self._pending = threading.BoundedSemaphore(MAX_PENDING_NODES)
+        self._pending = PendingConnections(MAX_PENDING_NODES)
+        self._failure_log = LogThrottle(log)
         host, port = config.parallel.parse_master()
         check_node_address(config.parallel)
         self._listener = bind_master(host, port)
@@ -164,29 +167,31 @@ class NodeListener:
             except OSError:  # for example no file descriptor is left
                 self._is_closing.wait(ACCEPT_POLL_S)
                 continue
-            if self._is_closing.is_set() or not self._pending.acquire(blocking=False):
+            if self._is_closing.is_set():
                 connection.close()
                 continue
-            args = NodeSocket(connection, self._config.parallel.rank_timeout), address[0]
-            threading.Thread(target=self._admit_node, args=args, name="node", daemon=True).start()
+            node = NodeSocket(connection, self._config.parallel.rank_timeout)
+            self._pending.add(node, address[0], node.shut_down)
+            threading.Thread(target=self._admit_node, args=(node, address[0]), name="node", daemon=True).start()
 
     def _admit_node(self, node: NodeSocket, host: str) -> None:
         """Let a node join, or refuse it."""
         try:
             authenticate_node(node, self._keys)
+            self._pending.remove(node)
             hello = node.receive(NodeHello)
             self._check_node(hello)
             self._add_node(NodeLink(hello.node_rank, node, host, hello.free_bytes))
             return
         except EmberlineError as error:
-            log.warning("Node refused: address=%s reason=%s", host, error)
+            self._failure_log.write(logging.WARNING, "Node refused: address=%s reason=%s", host, error)
             self._note_refusal(error, host)
             with contextlib.suppress(OSError):
                 node.send(Rejection.from_error("", error))
         except OSError as error:
-            log.warning("Connection of a node failed: address=%s reason=%s", host, error)
+            self._failure_log.write(logging.WARNING, "Connection of a node failed: address=%s reason=%s", host, error)
         finally:
-            self._pending.release()
+            self._pending.remove(node)
         node.close()
 
     def _note_refusal(self, error: EmberlineError, host: str) -> None:

@@ -202,6 +202,11 @@ class NodeSocket:
         with self._lock:
             self._framing.send_encoded(body)
 
+    def shut_down(self) -> None:
+        """End the connection, so that a thread that waits for a message fails."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def has_ended(self) -> bool:
         """Return whether the other side has closed the connection; False if it has sent bytes that are unread."""
         try:

@@ -97,7 +97,18 @@ class AdminAPI:
                     f"{method[:20]} {path[:200]} failed with an internal error of the gateway",
                     hint="the gateway's log has the details; please report them",
                 )
-            return e.status, build_error_envelope(e) if is_cloudflare else render_openai_error(e).body
+            return _render_error(path, e)
+
+    def find_rejection(self, method: str, path: str, identity: Identity) -> tuple[int, Any] | None:
+        """Return the error reply to a request whose path is unknown or whose caller may not use it, else None.
+
+        To be called before the request's body is read."""
+        path = path.removeprefix(CLOUDFLARE_PREFIX)
+        try:
+            self._find_permitted_endpoint(method, path, identity)
+        except EmberlineError as e:
+            return _render_error(path, e)
+        return None
 
     def is_export(self, method: str, path: str) -> bool:
         """Return whether the endpoint replies with JSON lines (an export) instead of one JSON value.
@@ -117,9 +128,7 @@ class AdminAPI:
     def _read_request(
         self, method: str, path: str, query: str, body: bytes, identity: Identity
     ) -> tuple[AdminEndpoint, AdminRequest]:
-        endpoint, path_parameters = self._find_endpoint(method, path)
-        if "account" in path_parameters:
-            _check_access(identity, check_name(path_parameters["account"], "account"))
+        endpoint, path_parameters = self._find_permitted_endpoint(method, path, identity)
         request = AdminRequest(identity, path_parameters, _read_query(query), body)
         if name := find_unknown_parameter(request.query, endpoint.query):
             known = ", ".join(endpoint.query)
@@ -131,6 +140,14 @@ class AdminAPI:
         if body and endpoint.request is None and method not in ("PATCH",):
             raise InvalidRequest(f"{method} {path[:200]} must have no body", hint="send the request without a body")
         return endpoint, request
+
+    def _find_permitted_endpoint(
+        self, method: str, path: str, identity: Identity
+    ) -> tuple[AdminEndpoint, dict[str, str]]:
+        endpoint, path_parameters = self._find_endpoint(method, path)
+        if "account" in path_parameters:
+            _check_access(identity, check_name(path_parameters["account"], "account"))
+        return endpoint, path_parameters
 
     def _find_endpoint(self, method: str, path: str) -> tuple[AdminEndpoint, dict[str, str]]:
         methods = []
@@ -150,6 +167,11 @@ class AdminAPI:
 
     async def _build_openapi_document(self, request: AdminRequest) -> dict[str, Any]:
         return self._openapi
+
+
+def _render_error(path: str, error: EmberlineError) -> tuple[int, Any]:
+    is_cloudflare = path.startswith("/accounts/")
+    return error.status, build_error_envelope(error) if is_cloudflare else render_openai_error(error).body
 
 
 def _check_access(identity: Identity, account: str) -> None:

@@ -23,12 +23,11 @@ class ClientWatch:
     watching.
     """
 
-    def __init__(self, receive: Receive, timeout_s: float) -> None:
-        """Create a watch on a client. `timeout_s` limits the time to read the request's body."""
+    def __init__(self, receive: Receive) -> None:
+        """Create a watch on a client, whose request's body must have been read before the watch is entered."""
         self._receive = receive
-        self._is_watching = False  # the request's body has been read
+        self._is_watching = True
         self._disconnected = self._timed_out = False
-        self._timeout_s = timeout_s
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> ClientWatch:
@@ -36,7 +35,7 @@ class ClientWatch:
         assert task is not None
         self._task = task
         self._loop = task.get_loop()
-        self._deadline = self._loop.time() + self._timeout_s
+        self._deadline = math.inf
         self._timer = DeadlineTimer(self._loop, self._on_timer)
         self._timer.set(self._loop.time() + WATCH_DELAY_S)
         return self
@@ -45,14 +44,6 @@ class ClientWatch:
         """Replace the timeout by a new one that starts now."""
         self._deadline = self._loop.time() + seconds
         self._timer.set(min(self._timer.deadline, self._deadline))
-
-    def start_watching(self) -> None:
-        """Start watching for a disconnect and remove the timeout.
-
-        Call this method when the body has been read.
-        """
-        self._is_watching, self._deadline = True, math.inf
-        self._timer.set(min(self._timer.deadline, self._loop.time() + WATCH_DELAY_S))
 
     def stop_watching(self) -> None:
         """Stop watching for a disconnect.

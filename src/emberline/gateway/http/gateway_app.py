@@ -30,13 +30,12 @@ from emberline.gateway.store.base import GatewayStore
 from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.exchange import ClientDisconnected, Exchange, Receive, Scope, Send
 from emberline.server.media_type import is_json, require_json
-from emberline.server.metrics import ReplyCounter, render_exposition
+from emberline.server.metrics import ReplyCounter, listener_families, render_exposition
 from emberline.server.pages import StaticPage as File
 from emberline.wire.errors import render_openai_error
 
 log = logging.getLogger("emberline.gateway")
 
-BODY_TIMEOUT_S = 60.0  # for receiving a request's body
 EXPORT_SEND_TIMEOUT_S = 60.0  # for the client to read one chunk of an export
 ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read the error event
 SEND_CHUNK_BYTES = 1 << 18
@@ -81,7 +80,7 @@ class GatewayApp:
         self._files = files
         self._require_keys = require_keys or bool(config.api_keys)
         self._replies = ReplyCounter()
-        self._started_at = int(time.time())
+        self._ready_at = time.monotonic()  # the wall clock may be set
         self._pages: dict[str, PageHandler] = {
             **dict.fromkeys(files, self._send_file),
             "/health": self._send_liveness,
@@ -141,21 +140,27 @@ class GatewayApp:
         return None
 
     async def _answer_request(self, exchange: Exchange, path: str, receive: Receive) -> None:
-        body = None
+        head = InboundRequest(exchange.method, path, exchange.query, _request_headers(exchange), b"")
+        handler = self._run_handler if RunHandler.handles_path(path) else self._gateway
+        answer = await handler.admit(head)  # without a valid key, no byte of the body is read
+        if isinstance(answer, GatewayReply):
+            await self._send_error(exchange, answer)
+            return
+        body = await exchange.read_body(self._config.max_body)
+        _check_content_type(exchange, path, body)
         try:
-            with ClientWatch(receive, BODY_TIMEOUT_S) as watch:
-                body = await exchange.read_body(self._config.max_body)
-                watch.start_watching()
-                _check_content_type(exchange, path, body)
-                request = InboundRequest(exchange.method, path, exchange.query, _request_headers(exchange), body)
-                reply = await (self._run_handler if RunHandler.handles_path(path) else self._gateway).answer(request)
+            with ClientWatch(receive) as watch:
+                reply = await answer(body)
                 watch.set_timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S)
                 await self._send_and_close(exchange, reply, watch)
         except TimeoutError:
-            if body is None:
-                raise _make_body_timeout_error() from None
             log.warning("Reply cut off because the client did not read in time: path=%s", exchange.path)
             raise ReplyInterrupted from None
+
+    async def _send_error(self, exchange: Exchange, reply: GatewayReply) -> None:
+        assert isinstance(reply.body, bytes)
+        headers = dict(reply.headers)
+        await exchange.reply(reply.status, reply.body, headers.pop("content-type", DEFAULT_CONTENT_TYPE), headers)
 
     async def _send_and_close(self, exchange: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
         try:
@@ -208,11 +213,11 @@ class GatewayApp:
                 _send_export(exchange, self._admin.export(exchange.method, exchange.path, exchange.query, identity))
             )
             return
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
-        except TimeoutError:
-            raise _make_body_timeout_error() from None
+        if (rejection := self._admin.find_rejection(exchange.method, exchange.path, identity)) is not None:
+            status, error = rejection
+            await exchange.reply_json(error, status, {"cache-control": "no-store"})
+            return
+        body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
         if body:
             require_json(exchange.header("content-type"))
         status, found = await self._admin.handle(
@@ -259,7 +264,7 @@ class GatewayApp:
         await exchange.reply(200, file.body, file.content_type, PAGE_HEADERS)
 
     async def _send_liveness(self, exchange: Exchange) -> None:
-        await exchange.reply_json({"status": "live", "uptime_seconds": int(time.time()) - self._started_at})
+        await exchange.reply_json({"status": "live", "uptime_seconds": int(time.monotonic() - self._ready_at)})
 
     async def _send_readiness(self, exchange: Exchange) -> None:
         await self.store.version()
@@ -270,7 +275,7 @@ class GatewayApp:
             raise Unauthorized(
                 "/metrics requires a gateway key and the request has none", hint="send Authorization: Bearer KEY"
             )
-        text = render_exposition([*self._metrics.families(), self._replies.family()])
+        text = render_exposition([*self._metrics.families(), self._replies.family(), *listener_families()])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -283,12 +288,6 @@ async def _send_export(exchange: Exchange, lines: AsyncIterator[bytes]) -> None:
     except TimeoutError:
         raise ReplyInterrupted from None
     await exchange.send(last=True)
-
-
-def _make_body_timeout_error() -> InvalidRequest:
-    return InvalidRequest(
-        f"the request's body was not received within {BODY_TIMEOUT_S:.0f} s", hint="send the request again"
-    )
 
 
 def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:

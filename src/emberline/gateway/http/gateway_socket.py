@@ -27,6 +27,7 @@ from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.dialects.errors import parse_error
 from emberline.gateway.gateway import Gateway, InboundRequest
 from emberline.gateway.http.realtime_socket import RealtimeSocket
+from emberline.net.body_budget import BodyReservation, body_budget
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Receive, Scope, Send
 from emberline.wire.errors import render_openai_error
@@ -109,7 +110,10 @@ class GatewaySocket:
     async def _start_request(self, message: str | bytes) -> None:
         """Start the request in a message, or send an error if the message is invalid."""
         id = ""
+        client = self._scope.get("client") or ("",)
+        reservation = BodyReservation(body_budget, dict(self._scope.get("headers", ())), client[0])
         try:
+            reservation.reserve(len(message))
             id, body = await offload.run_inline_if_small(len(message), read_message, message)
             if len(self._open) >= MAX_OPEN_REQUESTS:
                 raise InvalidRequest(
@@ -123,12 +127,14 @@ class GatewaySocket:
                     hint="choose a different eventId",
                 )
         except EmberlineError as e:
+            reservation.release()
             await self._send_message("universal.error", {"eventId": id}, error=_error_fields(e))
             return
         self._without_id += not id
         name = id or f"\0{self._without_id}"  # eventIds are printable, so no client uses such a name
         self._open[name] = task = asyncio.create_task(self._answer_request(body, id))
         task.add_done_callback(lambda _: self._open.pop(name, None))
+        task.add_done_callback(lambda _: reservation.release())
 
     async def _answer_request(self, body: bytes, event_id: str) -> None:
         headers = {**self._headers, **({"cf-aig-event-id": event_id} if event_id else {})}

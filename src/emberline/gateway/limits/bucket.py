@@ -34,6 +34,7 @@ class LimitBucket:
 
     window: LimitWindow
     slot: int = 0  # the current slot
+    earliest_ms: int = 0  # when the slot before it began; an earlier time shows that the clock was set back
     next_slot_ms: int = 0  # when the next slot begins
     usage_ends_ms: int = 0  # when usage in the current slot stops counting
     total: int = 0  # used in all slots that count
@@ -50,17 +51,23 @@ class LimitBucket:
     def expire_until(self, now_ms: int) -> None:
         """Remove all reservations and slots that ended at `now_ms` or before.
 
-        If the clock is set back, old slots are not restored.
+        If the clock is set back, old slots are not restored. If it is set back by more than a slot, all usage counts in
+        the slot of the new time. Otherwise a limit that was reached would stay so until the clock is there again.
         """
         while self.expiry_heap and self.expiry_heap[0][0] <= now_ms:
             self.settle(heapq.heappop(self.expiry_heap)[1], None, 0)
-        if now_ms < self.next_slot_ms:
+        if self.earliest_ms <= now_ms < self.next_slot_ms:
             return
+        if now_ms < self.earliest_ms:
+            self._move_usage(self.window.slot_at(now_ms))
         self.slot, live = self.window.slot_at(now_ms), self.window.live_slots
         self.next_slot_ms = self.window.usage_end_ms(self.slot + 1 - live)
+        self.earliest_ms = self.window.usage_end_ms(self.slot - 1 - live)
         self.usage_ends_ms = self.window.usage_end_ms(self.slot)
         while self.used and (oldest := next(iter(self.used))) <= self.slot - live:
             self.total -= self.used.pop(oldest)
+        if self.used and next(reversed(self.used)) > self.slot:  # restored from a process whose clock was ahead
+            self._move_usage(self.slot)
 
     def grantable_amount(self, limit: int, amount: int) -> int | None:
         """Return `amount` if it can be granted, else the amount that is left, or None if nothing can be granted."""
@@ -104,6 +111,16 @@ class LimitBucket:
     @property
     def is_empty(self) -> bool:
         return not self.used and not self.held
+
+    def _move_usage(self, slot: int) -> None:
+        """Count all usage in this slot instead of its own slots."""
+        total, self.slot = self.total, slot
+        for each, amount in self.used.items():
+            if self.on_change is not None:
+                self.on_change(each, -amount)
+        self.used, self.total = {}, 0
+        self.held = {name: BucketHold(slot, held.amount, held.expires) for name, held in self.held.items()}
+        self._add_usage(slot, total)
 
     def _add_usage(self, slot: int, amount: int) -> None:
         if amount and slot > self.slot - self.window.live_slots:

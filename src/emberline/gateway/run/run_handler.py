@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
 import msgspec
@@ -22,7 +24,7 @@ from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.error_replies import error_reply
-from emberline.gateway.gateway import Gateway, InboundRequest
+from emberline.gateway.gateway import BodyHandler, Gateway, InboundRequest
 from emberline.gateway.routes.model_names import resolve_model
 from emberline.gateway.run.batch_queue import BatchQueue, check_requests
 from emberline.gateway.run.batch_store import PackedRequests
@@ -65,6 +67,16 @@ class _RunRequest(msgspec.Struct):
     settings: GatewaySettings
 
 
+class _RunCaller(NamedTuple):
+    """What the path and the headers of a request say."""
+
+    account: str
+    gateway: str
+    path_model: str  # "": the body names the model
+    identity: Identity
+    settings: GatewaySettings
+
+
 class RunHandler:
     def __init__(self, gateway: Gateway, queue: BatchQueue, clock: Clock) -> None:
         self._gateway = gateway
@@ -75,10 +87,32 @@ class RunHandler:
     def handles_path(path: str) -> bool:
         return _PATH.fullmatch(path) is not None
 
-    async def answer(self, inbound: InboundRequest) -> GatewayReply:
-        """Answer a request. Errors are sent in the envelope of Workers AI."""
+    async def admit(self, head: InboundRequest) -> BodyHandler | GatewayReply:
+        """Check a request by its path and headers, before its body is read.
+
+        Return the function that answers the request, or an error reply. `head` is the request without its body.
+        """
         try:
-            run = await self._parse_inbound(inbound)
+            if head.method != "POST":
+                raise MethodNotAllowed(f"/ai/run must be called with POST, not {head.method[:20]}", allowed="POST")
+            match = _PATH.fullmatch(head.path)
+            if match is None:
+                raise NotFound(
+                    f"the path {head.path[:200]!r} does not exist", hint="use /accounts/ACCOUNT/ai/run/MODEL"
+                )
+            account, path_model = match["account"], unquote(match["model"] or "")
+            gateway = RequestOptions.from_headers(head.headers).gateway_id or DEFAULT_NAME
+            target = RequestTarget("plain", account, gateway)
+            caller = _RunCaller(account, gateway, path_model, *await self._gateway.authenticate(target, head.headers))
+        except EmberlineError as e:
+            return _error_envelope(e)
+        return partial(self._answer_admitted, head, caller)
+
+    async def _answer_admitted(self, head: InboundRequest, caller: _RunCaller, body: bytes) -> GatewayReply:
+        """Answer a request. Errors are sent in the envelope of Workers AI."""
+        inbound = msgspec.structs.replace(head, body=body)
+        try:
+            run = await _parse_inbound(inbound, caller)
             if run.request_id is not None:
                 found = await self._queue.read_result(run.account, run.request_id, run.identity)
                 return GatewayReply(
@@ -91,26 +125,7 @@ class RunHandler:
                 return _json_reply(build_success_envelope(await self._add_batch(run, inbound)))
             return await self._run_now(run, inbound)
         except EmberlineError as e:
-            reply = error_reply("raw", e)
-            reply.headers["content-type"] = "application/json"
-            code = {404: 7002, 400: 5006, 401: 10000, 403: 10000, 429: 2003}.get(reply.status, 3043)
-            reply.body = sse.dumps(build_failure_envelope(code, str(e)))
-            return reply
-
-    async def _parse_inbound(self, inbound: InboundRequest) -> _RunRequest:
-        if inbound.method != "POST":
-            raise MethodNotAllowed(f"/ai/run must be called with POST, not {inbound.method[:20]}", allowed="POST")
-        match = _PATH.fullmatch(inbound.path)
-        if match is None:
-            raise NotFound(f"the path {inbound.path[:200]!r} does not exist", hint="use /accounts/ACCOUNT/ai/run/MODEL")
-        path_model = unquote(match["model"] or "")
-        outline = await offload.run_inline_if_small(len(inbound.body), read_outline, inbound.body, path_model)
-        account = match["account"]
-        gateway = RequestOptions.from_headers(inbound.headers).gateway_id or DEFAULT_NAME
-        identity, settings = await self._gateway.authenticate(RequestTarget("plain", account, gateway), inbound.headers)
-        queued, rejects = _read_flags(outline.options, inbound.query)
-        model = outline.model, path_model, outline.request_id
-        return _RunRequest(account, gateway, *model, queued, rejects, identity, settings)
+            return _error_envelope(e)
 
     async def _add_batch(self, run: _RunRequest, inbound: InboundRequest) -> Json:
         caller, (provider, model) = run.identity, resolve_model(run.model, run.settings)
@@ -151,6 +166,23 @@ class RunHandler:
             await reply.close()
             await asyncio.sleep(delay)
         raise AssertionError("the loop of retries ended without a reply")
+
+
+async def _parse_inbound(inbound: InboundRequest, caller: _RunCaller) -> _RunRequest:
+    account, gateway, path_model, identity, settings = caller
+    outline = await offload.run_inline_if_small(len(inbound.body), read_outline, inbound.body, path_model)
+    queued, rejects = _read_flags(outline.options, inbound.query)
+    model = outline.model, path_model, outline.request_id
+    return _RunRequest(account, gateway, *model, queued, rejects, identity, settings)
+
+
+def _error_envelope(error: EmberlineError) -> GatewayReply:
+    """Return the error reply in the envelope of Workers AI."""
+    reply = error_reply("raw", error)
+    reply.headers["content-type"] = "application/json"
+    code = {404: 7002, 400: 5006, 401: 10000, 403: 10000, 429: 2003}.get(reply.status, 3043)
+    reply.body = sse.dumps(build_failure_envelope(code, str(error)))
+    return reply
 
 
 def _decode_run_body(body: bytes, path_model: str) -> tuple[str, Json, Json]:

@@ -55,7 +55,7 @@ class TransferMessage(NamedTuple):
         """Return the JSON body. All messages have one, except DATA and PIECE_END."""
         try:
             body = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             raise TransferCorrupted("the body of a KV transfer message is not a JSON object")
@@ -94,11 +94,11 @@ class MessageChannel:
             sent = self._send_or_receive(socket.SO_SNDTIMEO, deadline, views[index : index + MAX_VIEWS_PER_CALL])
             index = _advance_views(views, index, sent)
 
-    def receive(self, deadline: float) -> TransferMessage:
+    def receive(self, deadline: float, max_body_bytes: int = MAX_BODY_BYTES) -> TransferMessage:
         header, crc = bytearray(HEADER.size), bytearray(HEADER_CRC.size)
         self.receive_into([memoryview(header), memoryview(crc)], deadline)
         magic, kind, transfer, length, body_crc = HEADER.unpack(header)
-        if magic != MAGIC or length > MAX_BODY_BYTES or HEADER_CRC.pack(zlib.crc32(header)) != crc:
+        if magic != MAGIC or length > max_body_bytes or HEADER_CRC.pack(zlib.crc32(header)) != crc:
             raise self._make_corruption_error(
                 "the received bytes are not a message of the KV transfer protocol, or are damaged"
             )

@@ -15,6 +15,8 @@ from hmac import compare_digest
 from typing import Any
 from zlib import crc32
 
+from emberline.core.log_throttle import LogThrottle
+from emberline.core.pending_connections import PendingConnections
 from emberline.kv.checksum import crc_of_views
 from emberline.kv.codec import KVCodec
 from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind, TransferMessage
@@ -34,7 +36,11 @@ DATA_HEADER = struct.Struct(
 IDLE_TIMEOUT_S = 600.0
 MAX_PULL_S = 3600.0
 MAX_POLL_WAIT_S = 10.0  # longest wait of one request for more blocks of a ticket
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # that have authenticated
+MAX_PENDING_CONNECTIONS = 64  # that have not
+MAX_HELLO_BYTES = 1 << 16  # of the first message, whose sender is not known yet
+# What reading a malformed message raises.
+MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 def compute_generations_crc(generations: Generations) -> int:
@@ -58,6 +64,9 @@ class TransferServer:
         self._io_timeout_s = io_timeout_s
         self._lock = threading.Lock()
         self._connections: dict[MessageChannel, threading.Thread] = {}
+        self._pending = PendingConnections(MAX_PENDING_CONNECTIONS)
+        self._authenticated: set[MessageChannel] = set()
+        self._error_log = LogThrottle(log)
         self._stopping = False
         self._accept_thread = threading.Thread(target=self._accept_connections, name="kv-accept", daemon=True)
         self._accept_thread.start()
@@ -84,12 +93,12 @@ class TransferServer:
     def _accept_connections(self) -> None:
         while not self._stopping:
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except OSError as error:
                 self._pause_accepting(error)
                 continue
             try:
-                self._start_connection(sock)
+                self._start_connection(sock, str(address[0]) if address else "")
             except OSError:  # the peer has closed the connection already
                 sock.close()
             except RuntimeError as error:
@@ -97,11 +106,11 @@ class TransferServer:
 
     def _pause_accepting(self, error: Exception) -> None:
         if not self._stopping:
-            log.error("Cannot accept a KV transfer connection: error=%s", error)
+            self._error_log.write(logging.ERROR, "Cannot accept a KV transfer connection: error=%s", error)
             time.sleep(0.1)  # probably out of descriptors or threads; closing connections free some
 
-    def _start_connection(self, sock: socket.socket) -> None:
-        if self.num_connections >= MAX_CONNECTIONS:
+    def _start_connection(self, sock: socket.socket, address: str) -> None:
+        if len(self._authenticated) >= MAX_CONNECTIONS:
             sock.close()
             return
         if self._tls is not None:
@@ -110,9 +119,11 @@ class TransferServer:
         thread = threading.Thread(target=self._serve_connection, args=(channel,), name="kv-serve", daemon=True)
         with self._lock:
             self._connections[channel] = thread
+        self._pending.add(channel, address, channel.stop)
         try:
             thread.start()
         except RuntimeError:
+            self._pending.remove(channel)
             with self._lock:
                 del self._connections[channel]
             channel.close()
@@ -122,16 +133,27 @@ class TransferServer:
         try:
             channel.complete_tls_handshake()
             codec = self._handshake(channel)
+            if not self._pending.remove(channel):
+                return
+            with self._lock:
+                self._authenticated.add(channel)
             while not self._stopping:
                 self._serve_request(channel, self._receive_request(channel), codec)
         except TransferError as error:
             if not isinstance(error, PeerLost):  # a receiver may disconnect at any time
                 self._sender.record_failure(error.code)
-                log.warning("KV transfer connection closed after an error: code=%s reason=%s", error.code, error)
+                self._error_log.write(
+                    logging.WARNING,
+                    "KV transfer connection closed after an error: code=%s reason=%s",
+                    error.code,
+                    error,
+                )
         except Exception:
             log.exception("KV transfer connection failed unexpectedly")
         finally:
+            self._pending.remove(channel)
             with self._lock:
+                self._authenticated.discard(channel)
                 del self._connections[channel]
             channel.close()
 
@@ -141,20 +163,21 @@ class TransferServer:
 
     def _handshake(self, channel: MessageChannel) -> KVCodec | None:
         deadline = time.monotonic() + self._io_timeout_s
-        hello = channel.receive(deadline)
+        hello = channel.receive(deadline, MAX_HELLO_BYTES)
         try:
             body, own = hello.read_json(), self._sender.peer
             if hello.kind != MessageKind.HELLO:
                 raise BadTransfer(
                     f"the first message of a KV transfer connection has kind {hello.kind}, but must be HELLO"
                 )
-            if not compare_digest(str(body.get("incarnation")).encode(), own.incarnation.encode()):
+            if not compare_digest(str(body.get("incarnation")).encode(errors="replace"), own.incarnation.encode()):
                 raise PeerChanged(f"KV peer {own.name} was restarted", hint="get its new incarnation from the router")
             own.layout.check_compatible(KVLayout.parse(body.get("layout")))
             codec = next((self._codecs[name] for name in body.get("codecs", ()) if name in self._codecs), None)
-        except TransferError as error:
-            self._send_error(channel, hello.transfer, error)
-            raise
+        except (TransferError, *MALFORMED) as error:
+            reported = _describe_failure(error)
+            self._send_error(channel, hello.transfer, reported)
+            raise reported from None
         welcome = {"layout": own.layout.as_dict(), "codec": codec.name if codec else None}
         channel.send_json(MessageKind.WELCOME, hello.transfer, welcome, deadline)
         return codec
@@ -170,12 +193,10 @@ class TransferServer:
             else:
                 reply = self._handle_request(request.kind, body, channel.staging)
                 channel.send_json(MessageKind.OKAY, request.transfer, reply, time.monotonic() + self._io_timeout_s)
-        except (TransferError, KeyError, TypeError, ValueError) as error:
+        except (TransferError, *MALFORMED) as error:
+            reported = _describe_failure(error)
             if channel.is_broken:
-                raise
-            reported = (
-                error if isinstance(error, TransferError) else BadTransfer(f"malformed KV transfer request: {error!r}")
-            )
+                raise reported from None
             self._sender.record_failure(reported.code)
             self._send_error(channel, request.transfer, reported)
 
@@ -243,3 +264,9 @@ class TransferServer:
     def _send_error(self, channel: MessageChannel, transfer_id: int, error: TransferError) -> None:
         body = {"code": error.code, "message": error.message, "hint": error.hint}
         channel.send_json(MessageKind.ERROR, transfer_id, body, time.monotonic() + self._io_timeout_s)
+
+
+def _describe_failure(error: Exception) -> TransferError:
+    if isinstance(error, TransferError):
+        return error
+    return BadTransfer(f"malformed KV transfer message: {str(error)[:200] or type(error).__name__}")

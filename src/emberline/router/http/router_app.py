@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from dataclasses import replace
 from typing import Annotated, TypeVar
@@ -16,7 +17,7 @@ from emberline.cluster.membership import WorkerHealth
 from emberline.cluster.registration import Heartbeat, RegistrationReply, WorkerRegistration
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.core.tls import TLSIdentity
 from emberline.net.json_errors import JSON_DECODE_ERRORS
@@ -32,7 +33,7 @@ from emberline.router.request_summary import RequestSummary
 from emberline.router.worker_client import WorkerClient
 from emberline.server.access import AccessPolicy, derive_tenant_id
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.metrics import render_exposition, tls_families
+from emberline.server.metrics import listener_families, render_exposition, tls_families
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import HTTPRoute, RouteTable
 from emberline.server.tracing import OPERATION_BY_PATH, RequestTracing
@@ -41,6 +42,10 @@ log = logging.getLogger("emberline.router")
 
 PROXIED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
                  "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
+RESPONSES_PREFIX = "/v1/responses/"
+# Below RESPONSES_PREFIX, after percent-decoding; no other path may be sent on with the workers' keys.
+STORED_RESPONSE_PATH = re.compile(r"[A-Za-z0-9_-]{1,256}(?P<action>/input_items|/cancel)?")
+STORED_RESPONSE_METHODS = {None: ("GET", "DELETE"), "/input_items": ("GET",), "/cancel": ("POST",)}
 SESSION_HEADER = "x-session-affinity"
 PAIRING_TIMEOUT_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
 
@@ -90,6 +95,7 @@ class RouterApp:
         self._tracing = tracing
         self._tls = tls
         self._started_at = int(time.time())
+        self._ready_at = clock.now()
         routes = {
             **{path: HTTPRoute(self._relay_request) for path in PROXIED_PATHS},
             **(
@@ -113,7 +119,7 @@ class RouterApp:
         hint = "GET /v1/models lists the models"
         access = AccessPolicy(config.api_keys, config.cluster_keys, tls=config.tls)
         self._routes = RouteTable(routes, HTTPRoute(self._show_model, "GET"), pages, access, hint)
-        self._routes.prefix_routes["/v1/responses/"] = HTTPRoute(self._relay_stored_response_call, method="")
+        self._routes.prefix_routes[RESPONSES_PREFIX] = HTTPRoute(self._relay_stored_response_call, method="")
 
     async def check_workers_repeatedly(self) -> None:
         """Check the health of all workers every `TICK_INTERVAL_S` until cancelled."""
@@ -158,7 +164,20 @@ class RouterApp:
     async def _relay_stored_response_call(self, exchange: Exchange) -> None:
         """Relay a request that reads or deletes a stored response to any worker.
 
-        Any worker can answer: the workers of a router share one response store, or store no responses."""
+        Any worker can answer: the workers of a router share one response store, or store no responses. Raises NotFound
+        or MethodNotAllowed for all other paths below /v1/responses/, whatever a worker would make of them."""
+        found = STORED_RESPONSE_PATH.fullmatch(exchange.path.removeprefix(RESPONSES_PREFIX))
+        if found is None:
+            raise NotFound(
+                f"the path {exchange.path[:200]!r} does not exist",
+                hint="use /v1/responses/ID, with /input_items or /cancel after it",
+            )
+        methods = STORED_RESPONSE_METHODS[found["action"]]
+        if exchange.method not in methods:
+            allowed = ", ".join(methods)
+            raise MethodNotAllowed(
+                f"{exchange.path[:200]} accepts {allowed}, not {exchange.method[:20]}", allowed=allowed
+            )
         await exchange.read_body(0)
         await exchange.run_while_connected(self._relay.run(exchange, RequestSummary("", 0, False, None), b""))
 
@@ -281,7 +300,7 @@ class RouterApp:
                 "open_requests": self.dispatcher.open_attempt_count,
                 "waiting_requests": self._relay.waiting_requests.total,
                 "waiting_by_model": self._relay.waiting_requests.by_model,
-                "uptime_seconds": time.time() - self._started_at,
+                "uptime_seconds": self._clock.now() - self._ready_at,
             }
         )
 
@@ -300,6 +319,12 @@ class RouterApp:
         )
         trace_families = self._tracing.families() if self._tracing is not None else ()
         text = render_exposition(
-            [*families, self._routes.reply_counter.family(), *trace_families, *tls_families(self._tls)]
+            [
+                *families,
+                self._routes.reply_counter.family(),
+                *trace_families,
+                *tls_families(self._tls),
+                *listener_families(),
+            ]
         )
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

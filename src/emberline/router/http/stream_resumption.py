@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +34,8 @@ from emberline.router.worker import Worker
 from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
 from emberline.server.access import derive_tenant_id
 from emberline.server.exchange import Exchange
+
+log = logging.getLogger("emberline.router")
 
 LAST_EVENT_ID_HEADER = "last-event-id"
 RECLAIM_TIMEOUT_S = 5.0
@@ -106,6 +109,12 @@ class StreamResumer:
         except (TimeoutError, UpstreamUnreachable, UpstreamBroken, *JSON_DECODE_ERRORS) as e:
             message = f"worker {worker.name}, which has the stream, does not answer: {type(e).__name__}"
             raise EngineUnavailable(message, hint="send the request again with the same Last-Event-ID") from e
+        if reply.status in (401, 403):
+            log.error("Worker refuses the router's cluster key: worker=%s status=%d", worker.name, reply.status)
+            raise EngineUnavailable(
+                f"worker {worker.name}, which has the stream, refuses the router's cluster key",
+                hint="the first key in the router's EMBERLINE_CLUSTER_KEY must be one of the worker's keys",
+            )
         raise _not_resumable(f"worker {worker.name} does not have the stream any more")
 
 
