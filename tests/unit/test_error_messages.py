@@ -88,7 +88,7 @@ WITHOUT_USER = {
 # Messages without a value, a quoted name or a param must name one of these objects.
 OBJECTS = re.compile(
     r"stream|event|reply|body|prompt|choice|tool call|chat template|server|engine|worker|process|LLM object|model"
-    r"|key\b|API|/metrics|Redis|PostgreSQL|provider|GGUF|handoff|Origin header|text|time limit"
+    r"|key\b|API|/metrics|Redis|PostgreSQL|provider|GGUF|handoff|Origin header|text|time limit|token|sign-in link"
 )
 # Texts of other servers that clients compare.
 FOREIGN_TEXTS = {"worker/stored_responses.py": "OpenAI's own messages"}

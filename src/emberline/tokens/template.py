@@ -110,7 +110,9 @@ def _render_template(template: Template, variables: dict[str, Any]) -> str:
         raise InvalidRequest(f"the model's chat template rejects these messages: {e}", param="messages") from e
     except (UndefinedError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
         raise InvalidRequest(
-            f"the model's chat template cannot render these messages: {_shorten(e)}", param="messages"
+            f"the model's chat template cannot render these messages: {_shorten(e)}",
+            param="messages",
+            hint="change the roles or the content of the messages, or pass another template with --chat-template FILE",
         ) from e
     except (TemplateError, RecursionError, MemoryError) as e:
         raise ModelFileError(f"the chat template failed: {type(e).__name__}: {_shorten(e)}") from e

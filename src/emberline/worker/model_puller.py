@@ -20,12 +20,11 @@ PULL_COMMAND = (sys.executable, "-m", "emberline.hub.pull_process")
 SILENCE_TIMEOUT_S = 300.0  # without progress: a stalled network, or a file whose hash takes too long
 
 
-class PullFailed(ModelError):
-    """The error of the child process, with its code and status."""
-
-    def __init__(self, report: PullReport) -> None:
-        super().__init__(report.error, hint=report.hint or None)
-        self.code, self.status = report.code, report.status
+def make_pull_error(report: PullReport) -> ModelError:
+    """Return the error of the child process, with its code and status."""
+    error = ModelError(report.error, hint=report.hint or None)
+    error.code, error.status = report.code, report.status
+    return error
 
 
 class ModelPuller:
@@ -124,7 +123,7 @@ class _SharedPull:
                     raise DownloadError(f"the process that downloads {source} ended without a result")
                 report = msgspec.json.decode(line, type=PullReport)
                 if report.error:
-                    raise PullFailed(report)
+                    raise make_pull_error(report)
                 self.newest = report
                 self._notify()
                 if report.directory:

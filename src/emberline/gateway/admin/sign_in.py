@@ -85,13 +85,13 @@ class SignIn:
 
     def _use_token(self, token: str) -> None:
         if not self._token_hash:
-            raise Unauthorized("the sign-in link was used already, or there is none", hint=_HINT)
+            raise Unauthorized("the sign-in link was used already, or there is none for this process", hint=_HINT)
         if not hmac.compare_digest(_hash_token(token), self._token_hash):
             self._wrong_tokens += 1
             log.warning("Wrong sign-in token: wrong_tokens=%d", self._wrong_tokens)
             if self._wrong_tokens >= MAX_WRONG_TOKENS:
                 self._token_hash = ""
-            raise Unauthorized("the sign-in link is not valid: its token is wrong", hint=_HINT)
+            raise Unauthorized("the token of the sign-in link is wrong", hint=_HINT)
         self._token_hash = ""
         if self._clock.now() >= self._expires_at:
             raise Unauthorized(f"the sign-in link expired after {LINK_LIFETIME_S / 60:.0f} minutes", hint=_HINT)
