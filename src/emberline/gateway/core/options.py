@@ -22,6 +22,7 @@ MAX_CACHE_TTL_S = 31 * 86_400
 BACKOFFS = ("constant", "linear", "exponential")
 MAX_METADATA_ENTRIES = 5
 MAX_OPTION_CHARS = 512
+MAX_STATED_COST_DOLLARS = 1_000_000  # of a request, and of a token
 
 Metadata: TypeAlias = dict[str, str | int | float | bool]
 
@@ -192,12 +193,15 @@ def _read_scaled_dollars(value: object, decimal_places: int) -> int:
     Decimal arithmetic is used because floats are inexact.
     """
     try:
-        scaled = Decimal(str(value)).scaleb(decimal_places)
-        if isinstance(value, bool) or not scaled.is_finite() or not 0 <= scaled < 10**18:
-            raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}")
+        dollars = Decimal(str(value))
+        is_valid = not isinstance(value, bool) and dollars.is_finite() and 0 <= dollars <= MAX_STATED_COST_DOLLARS
     except InvalidOperation:
-        raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}") from None
-    return int(scaled.to_integral_value("ROUND_HALF_UP"))
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            f"a cost must be a number of dollars from 0 to {MAX_STATED_COST_DOLLARS}, not {str(value)[:40]!r}"
+        )
+    return int(dollars.scaleb(decimal_places).to_integral_value("ROUND_HALF_UP"))
 
 
 def _read_json_object(text: str) -> dict[str, Any]:

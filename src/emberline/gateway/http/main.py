@@ -279,5 +279,6 @@ def _identities_by_key(config: GatewayConfig) -> dict[str, Identity]:
         SecretFile(config.admin_key_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),
     )
     return {
-        token: Identity(f"configured-{i}", f"configured {i}", "token", is_admin=True) for i, token in enumerate(tokens)
+        token: Identity(f"configured-{i}", f"configured {i}", "token", is_admin=True, may_state_cost=True)
+        for i, token in enumerate(tokens)
     }
