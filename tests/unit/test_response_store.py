@@ -66,6 +66,15 @@ def test_previous_response_id_continues_conversation(store: ResponseStore, strea
     assert page["data"][0]["content"] == "and then?" and page["has_more"] is True
 
 
+def test_callers_of_one_gateway_cannot_continue_each_others_responses(store: ResponseStore) -> None:
+    worker = make_worker(store, "gateway's")
+    ann, bob = ({"x_emberline_tenant_salt": name, "authorization": "Bearer gateway's"} for name in ("ann", "bob"))
+    first = worker.post(PATH, {"input": "hi"}, **ann).json["id"]
+    assert worker.post(PATH, {"input": "go on", "previous_response_id": first}, **ann).status == 200
+    for other in (bob, {"authorization": "Bearer gateway's"}):
+        assert worker.post(PATH, {"input": "go on", "previous_response_id": first}, **other).status == 404
+
+
 def test_read_and_delete_response(store: ResponseStore) -> None:
     worker = make_worker(store)
     response = create_response(worker).json

@@ -38,6 +38,7 @@ from emberline.gateway.keys.object_ids import ObjectIds
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.keys.secret_file import SecretFile
+from emberline.gateway.keys.tenant_secret import open_engine_tenants
 from emberline.gateway.layers.caching import CacheLayer
 from emberline.gateway.layers.call_logging import log_calls
 from emberline.gateway.layers.continuation import ContinuationLayer
@@ -144,7 +145,7 @@ async def build_gateway(
         configured = _with_authentication(configured)
     watch = StoreVersionWatch(store, clock)
     upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
-    registry = ProviderRegistry(config.private_providers)
+    registry = ProviderRegistry(config.private_providers, await open_engine_tenants(store, wall))
     master_keys = open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE))
     vault = ProviderKeyVault(store, watch, master_keys)
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))

@@ -24,6 +24,7 @@ from emberline.core.errors import (
     WorkersCrashed,
 )
 from emberline.core.handoff import EVENT_IDS_HEADER
+from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.router.dialect import (
     CHAIN_HEADER,
     PRIVATE_HEADER_PREFIX,
@@ -112,7 +113,8 @@ class Relay(ReplyRelay):
         headers = {
             name: value
             for name, value in decoded
-            if name not in HOP_BY_HOP_HEADERS and not name.startswith(PRIVATE_HEADER_PREFIX)
+            if name not in HOP_BY_HOP_HEADERS
+            and (not name.startswith(PRIVATE_HEADER_PREFIX) or name == TENANT_SALT_HEADER)
         }
         if self._config.kv_events:
             headers[CHAIN_HEADER] = "1"
