@@ -157,9 +157,12 @@ def _iter_element_texts(
             yield JsonText(container, key, element, path)
     elif isinstance(element, (dict, list)):
         yield from iter_texts(element, path, skipped_fields)
-    elif isinstance(element, (int, float)) and abs(element) >= MIN_CARD_NUMBER and path not in SEED_PATHS:
-        if isinstance(element, int) or element.is_integer():
-            yield JsonText(container, key, str(int(element)), path)
+    elif isinstance(element, (int, float)) and _may_be_card_number(element) and path not in SEED_PATHS:
+        yield JsonText(container, key, str(int(element)), path)
+
+
+def _may_be_card_number(number: int | float) -> bool:
+    return abs(number) >= MIN_CARD_NUMBER and (isinstance(number, int) or number.is_integer())
 
 
 def _is_base64(text: str) -> bool:
