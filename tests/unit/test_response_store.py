@@ -129,6 +129,21 @@ def test_file_is_private_and_survives_restart(tmp_path: Path) -> None:
         ResponseStore(tmp_path)
 
 
+def test_a_tenant_keeps_its_responses_while_others_flood_the_store() -> None:
+    store = ResponseStore(None, max_bytes=4000)
+    response = {"output": [], "text": "x" * 300}
+    for at in range(3):
+        store.put("quiet", {"id": str(at), **response}, [])
+    for at in range(50):
+        store.put(f"flood {at % 2}", {"id": str(at), **response}, [])
+    assert all(store.get("quiet", str(at)) is not None for at in range(3))
+    kept = [at for at in range(50) if store.get(f"flood {at % 2}", str(at)) is not None]
+    assert kept == list(range(50 - len(kept), 50)) and len(kept) >= 6
+    store.put("quiet", {"id": "huge", "output": [], "text": "x" * 5000}, [])
+    assert store.get("quiet", "huge") is None and store.get("flood 1", "49") is not None
+    store.close()
+
+
 def test_oldest_responses_are_evicted() -> None:
     store = ResponseStore(None, max_bytes=2000)
     for at in range(20):

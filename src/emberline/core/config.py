@@ -347,7 +347,9 @@ class ServerConfig(InferenceServiceConfig):
         metavar="FILE",
     )
     response_store_size: int = option(
-        256 << 20, "Maximum size of stored responses in bytes; the oldest are deleted first.", unit="bytes"
+        256 << 20,
+        "Maximum size of stored responses in bytes; the oldest of the API key with the most are deleted first.",
+        unit="bytes",
     )
     closed: bool = False  # without API keys, answer only the router, which has the cluster key
     worker: WorkerConfig | None = None  # None: not part of a cluster
