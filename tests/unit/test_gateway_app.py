@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from emberline.core.gateway_config import GatewayConfig
+from emberline.gateway.core.errors import StoreBusy
 from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.http import gateway_app
 from emberline.gateway.http.gateway_app import GatewayApp
@@ -58,7 +59,7 @@ class Client:
         self.sent.append(message)
 
     def send_request(self, admin: Admin) -> asyncio.Task[None]:
-        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, None, {})
+        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, None, {}, None)
         return asyncio.ensure_future(GatewayApp(*about)(self.scope, self.receive, self.send))
 
 
@@ -73,6 +74,24 @@ def test_body_timeout_answers_400(monkeypatch: pytest.MonkeyPatch) -> None:
         client = Client("POST", "/admin/accounts/default/keys")
         await client.send_request(Admin())
         assert client.sent[0]["status"] == 400 and b"was not received" in client.sent[1]["body"]
+
+    run(work)
+
+
+def test_gateway_is_not_ready_while_the_store_is_full() -> None:
+    class FullStore:
+        async def version(self) -> int:
+            return 0
+
+    class FailingWriter:
+        def check_store(self) -> None:
+            raise StoreBusy("log records cannot be written to the store: disk full")
+
+    async def work() -> None:
+        client = Client("GET", "/health/ready")
+        about: Any = (GatewayConfig(), Gateway(), None, Admin(), None, None, FullStore(), None, {}, FailingWriter())
+        await GatewayApp(*about)(client.scope, client.receive, client.send)
+        assert client.sent[0]["status"] == 503 and b"disk full" in client.sent[1]["body"]
 
     run(work)
 

@@ -49,7 +49,10 @@ def start_script(here: Path, *arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_engine_and_gateway_start_and_stop(here: Path, how: signal.Signals) -> None:
     process = start_script(here, "smollm2", "--port", "8123", "--gateway=9000")
-    both = ["gateway --port 9000 --engine http://127.0.0.1:8123", "serve --dashboard http://127.0.0.1:9000 smollm2 --port 8123"]
+    both = [
+        "gateway --port 9000 --engine http://127.0.0.1:8123",
+        "serve --dashboard http://127.0.0.1:9000 smollm2 --port 8123",
+    ]
     assert wait_for_calls(here, 2) == both
     process.send_signal(how)
     process.communicate(timeout=20)

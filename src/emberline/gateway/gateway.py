@@ -18,13 +18,14 @@ from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.body_summary import summarize_body
 from emberline.gateway.core.forms import is_form, read_form_fields
 from emberline.gateway.core.identity import ANONYMOUS, Identity
-from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.options import GATEWAY_ID_HEADER, NO_OPTIONS, RequestOptions
 from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget, parse_path
 from emberline.gateway.core.request import (
     Dialect,
     GatewayReply,
     GatewayRequest,
     Handler,
+    Layer,
     RequestStep,
 )
 from emberline.gateway.core.request_body import BodyFields, read_body_fields
@@ -86,11 +87,14 @@ class Gateway:
         identity_source: IdentitySource,
         clock: Clock,
         wall_clock: Clock,
+        outer_layer: Layer = lambda inner: inner,
     ) -> None:
         """Create a gateway. `session_handler` opens realtime sessions at providers.
 
-        `clock` is monotonic; `wall_clock` returns seconds since 1970.
+        `clock` is monotonic; `wall_clock` returns seconds since 1970. `outer_layer` counts and logs the requests that
+        are rejected before they reach `handler`.
         """
+        self._outer_layer = outer_layer
         self._handler = handler
         self._session_handler = session_handler
         self._registry = registry
@@ -111,17 +115,32 @@ class Gateway:
         try:
             target = self._targets.get(inbound.path) or self._parse_target(inbound.path)
             dialect = target.dialect
-            request = await self.build_request(target, inbound)
+            request = await self._start_request(target, inbound)
             if key_id:
                 request.identity = await self._current_identity(key_id)
+            reply = await self._answer_request(request, target, inbound)
             dialect = request.dialect
-            reply = await self._handler(request)
             reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), dialect
             return reply
         except Exception as e:
             if not isinstance(e, EmberlineError):
                 log.exception("Request failed with an internal error: method=%s path=%s", inbound.method, inbound.path)
             return error_reply(dialect, e)
+
+    async def _answer_request(
+        self, request: GatewayRequest, target: RequestTarget, inbound: InboundRequest
+    ) -> GatewayReply:
+        """Send the request through the layers. If it is invalid, only the outer layer sees it, for metrics and log."""
+        try:
+            await self._complete_request(request, target, inbound)
+        except Exception as e:
+            error = e
+
+            async def reject(_: GatewayRequest) -> GatewayReply:
+                raise error
+
+            return await self._outer_layer(reject)(request)
+        return await self._handler(request)
 
     async def open_realtime_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
         """Open a realtime session at a provider. Return the open session, or an error reply if that failed."""
@@ -145,23 +164,23 @@ class Gateway:
 
     async def build_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
         """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
+        request = await self._start_request(target, inbound)
+        await self._complete_request(request, target, inbound)
+        return request
+
+    async def _start_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
+        """Return a request with its gateway and its caller, which must be known before anything is recorded.
+
+        Raise GatewayNotFound or Unauthorized.
+        """
         began = self._clock.now()
-        methods = target.unified_endpoint.methods if target.unified_endpoint is not None else ("POST",)
-        if inbound.method not in methods and target.kind != "native":
-            allowed = ", ".join(methods)
-            raise MethodNotAllowed(
-                f"{inbound.path[:200]} must be called with {allowed}, not {inbound.method[:20]}", allowed=allowed
-            )
-        options = RequestOptions.from_headers(inbound.headers)
-        if target.unified_endpoint is not None and target.unified_endpoint.access != "inference":
-            options = replace(options, skip_cache=True)
-        gateway = target.gateway or options.gateway_id or DEFAULT_NAME
+        gateway = target.gateway or inbound.headers.get(GATEWAY_ID_HEADER, "").strip() or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
         received = (
             headers_with_query_key(inbound.headers, inbound.query) if target.dialect == "gemini" else inbound.headers
         )
         identity, headers = await self._identify_and_strip_keys(target, received)
-        request = GatewayRequest(
+        return GatewayRequest(
             id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
             account=target.account,
             gateway=gateway,
@@ -175,20 +194,31 @@ class Gateway:
             model="",
             stream=False,
             max_output=None,
-            options=options,
+            options=NO_OPTIONS,
             identity=identity,
             settings=settings,
             started_at=began,
             deadline=began + settings.timeouts.total,
             trace_headers={name: headers[name] for name in TRACES if name in headers},
         )
+
+    async def _complete_request(self, request: GatewayRequest, target: RequestTarget, inbound: InboundRequest) -> None:
+        """Read the request's options and destination. Raise an EmberlineError if they are invalid."""
+        methods = target.unified_endpoint.methods if target.unified_endpoint is not None else ("POST",)
+        if inbound.method not in methods and target.kind != "native":
+            allowed = ", ".join(methods)
+            raise MethodNotAllowed(
+                f"{inbound.path[:200]} must be called with {allowed}, not {inbound.method[:20]}", allowed=allowed
+            )
+        request.options = RequestOptions.from_headers(inbound.headers)
+        if target.unified_endpoint is not None and target.unified_endpoint.access != "inference":
+            request.options = replace(request.options, skip_cache=True)
         if len(request.body) >= LARGE_INPUT_BYTES and target.kind != "universal" and not _has_form(request):
             request.body_summary = await offload.run(len(request.body), summarize_body, request.body)
         await self._set_destination(request, target)
         if len(request.body) >= LARGE_INPUT_BYTES and request.body_summary is None and not _has_form(request):
             # the body is that of a step
             request.body_summary = await offload.run(len(request.body), summarize_body, request.body)
-        return request
 
     async def authenticate(self, target: RequestTarget, headers: dict[str, str]) -> tuple[Identity, GatewaySettings]:
         """Return the caller's identity and the gateway's settings.
@@ -201,14 +231,20 @@ class Gateway:
         settings = await self._settings_source.get_settings(target.account, gateway)
         if settings.authentication and identity.kind == "anonymous":
             raise Unauthorized(
-                f"gateway {gateway[:80]!r} requires a key and the request has none",
+                f"gateway {gateway[:80]!r} requires a key, and the request has none that is valid",
                 hint="send Authorization: Bearer KEY or cf-aig-authorization: Bearer KEY",
             )
         return identity, settings
 
     async def identify(self, headers: dict[str, str]) -> Identity:
-        """Return the caller's identity. Raise Unauthorized if the headers have an invalid gateway key."""
-        return (await self._identify_and_strip_keys(RequestTarget("plain"), headers))[0]
+        """Return the identity of a caller whose request is not for a provider.
+
+        Raise Unauthorized if the headers have only invalid keys.
+        """
+        identity, _ = await self._identify_and_strip_keys(RequestTarget("plain"), headers)
+        if identity is ANONYMOUS and (name := next((name for name in KEY_HEADERS if headers.get(name)), None)):
+            raise _make_wrong_key_error(name)
+        return identity
 
     async def _current_identity(self, key_id: str) -> Identity:
         """Return the present identity of the key that queued a request.
@@ -237,10 +273,7 @@ class Gateway:
                     identity = identity or found
                     removed.append(name)
                 elif name in GATEWAY_KEY_HEADERS or is_gateway_key(token):
-                    raise Unauthorized(
-                        f"the gateway key in the header {name} is unknown, expired or revoked",
-                        hint="create a new key at /keys",
-                    )
+                    raise _make_wrong_key_error(name)
         forwarded = dict(headers)
         for name in (*removed, *(CREDENTIAL_HEADERS if target.kind == "plain" else ())):
             forwarded.pop(name, None)
@@ -317,6 +350,12 @@ class Gateway:
         request.model = fields.model if isinstance(fields.model, str) else ""
         request.stream = fields.stream is True
         request.max_output, request.choice_count = fields.max_output, fields.choice_count
+
+
+def _make_wrong_key_error(header: str) -> Unauthorized:
+    return Unauthorized(
+        f"the gateway key in the header {header} is unknown, expired or revoked", hint="create a new key at /keys"
+    )
 
 
 def headers_with_query_key(headers: dict[str, str], query: str) -> dict[str, str]:

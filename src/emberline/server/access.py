@@ -126,6 +126,11 @@ def is_loopback(address: str) -> bool:
     return False
 
 
+def has_key(exchange: Exchange) -> bool:
+    """Return whether the request has a key, be it right or wrong."""
+    return bool(_presented_key(exchange) or exchange.header(CLUSTER_KEY_HEADER))
+
+
 def _presented_key(exchange: Exchange) -> str:
     return exchange.header("x-api-key") or exchange.header("authorization").removeprefix("Bearer ")
 

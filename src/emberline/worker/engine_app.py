@@ -237,7 +237,7 @@ class EngineApp:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
         others = (*traced, *self.extra_metrics(), *tls_families(self._tls))
-        text = render_exposition([*models, self._site.reply_counter.family(), *others])
+        text = render_exposition([*models, self._site.reply_counter.family(), self._site.wrong_keys.family(), *others])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:

@@ -52,6 +52,7 @@ class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
     duration_ms: int = 0
     first_byte_ms: int | None = None
     error: str = ""  # error code
+    message: str = ""  # error message, of the provider if it rejected the request
     key_id: str = ""
     user: str = ""
     metadata: Mapping[str, MetadataValue] = {}

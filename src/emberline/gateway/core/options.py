@@ -19,6 +19,7 @@ from emberline.gateway.core.cost import Price
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 MAX_CACHE_TTL_S = 31 * 86_400
+GATEWAY_ID_HEADER = "cf-aig-gateway-id"
 BACKOFFS = ("constant", "linear", "exponential")
 MAX_METADATA_ENTRIES = 5
 MAX_OPTION_CHARS = 512
@@ -219,7 +220,7 @@ def _read_json_object(text: str) -> dict[str, Any]:
 
 
 _HEADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "cf-aig-gateway-id": ("gateway_id", _read_text),
+    GATEWAY_ID_HEADER: ("gateway_id", _read_text),
     "cf-cache-ttl": (
         "cache_ttl",
         _read_ttl_ms,

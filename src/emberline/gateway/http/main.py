@@ -8,6 +8,7 @@ import secrets
 import ssl
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -178,7 +179,8 @@ async def build_gateway(
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
     check_sessions = check_endpoints(registry, find_realtime_model)
     session_handler = stack_layers((*outer, check_sessions, limit_sessions(limiter, claims, clock, wall)), realtime)
-    gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
+    sources = registry, settings_store, keys, clock, wall
+    gateway = Gateway(stack_layers(layers, attempts), session_handler, *sources, partial(stack_layers, outer))
     context = AdminContext(
         store,
         vault,
@@ -204,6 +206,7 @@ async def build_gateway(
         store,
         metrics,
         load_pages("gateway/index.html"),
+        log_writer,
         require_keys,
     )
 

@@ -52,7 +52,7 @@ def check_gateway(inner: Handler) -> Handler:
         identity = call.identity
         if call.settings.authentication and identity.kind == "anonymous":
             raise Unauthorized(
-                f"gateway {call.gateway[:80]!r} requires a key and the request has none",
+                f"gateway {call.gateway[:80]!r} requires a key, and the request has none that is valid",
                 hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
             )
         if not identity.can_use_models:

@@ -18,7 +18,7 @@ from emberline.gateway.core.request import GatewayReply, GatewayRequest, Provide
 from emberline.gateway.costs.billing import PriceSource, set_cost
 from emberline.gateway.error_replies import read_provider_error
 from emberline.gateway.keys.provider_keys import ProviderKeySelector, is_caller_key
-from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider
+from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider, list_credentials
 from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.provider_call import (
     ProviderCall,
@@ -156,7 +156,10 @@ class RetryHandler:
                     provider.has_own_error_format or provider_call.request.decoder is not None
                 )
                 error_dialect = "raw" if is_own_error else provider_call.dialect
-                raise read_provider_error(call.provider, response.status, response.headers, body, error_dialect)
+                secrets = list_credentials(provider_call.request.headers)
+                raise read_provider_error(
+                    call.provider, response.status, response.headers, body, error_dialect, secrets
+                )
             if 300 <= response.status < 400:
                 raise UpstreamBroken(
                     f"provider {call.provider!r} replied with status {response.status}, but redirects are not followed"

@@ -329,7 +329,7 @@ class PostgresStore:
     async def _read_rows(self, statement: str, values: Sequence[object]) -> list[Any]:
         try:
             async with self._pool.acquire(timeout=QUERY_TIMEOUT_S) as db:
-                return list(await db.fetch(statement, *values))
+                return list(await db.fetch(statement, *_replace_nul_characters(tuple(values))))
         except self._failures as e:
             raise _to_store_error(e) from e
 
@@ -372,7 +372,7 @@ def _check_one_row_changed(command_tag: str, document: Document) -> None:
 
 
 def _replace_nul_characters(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace NUL characters in a row's texts: clients can send them, and PostgreSQL's TEXT rejects them."""
+    """Replace NUL characters in texts of a row or query: clients can send them, and PostgreSQL's TEXT rejects them."""
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 
 

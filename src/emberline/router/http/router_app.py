@@ -300,6 +300,12 @@ class RouterApp:
         )
         trace_families = self._tracing.families() if self._tracing is not None else ()
         text = render_exposition(
-            [*families, self._routes.reply_counter.family(), *trace_families, *tls_families(self._tls)]
+            [
+                *families,
+                self._routes.reply_counter.family(),
+                self._routes.wrong_keys.family(),
+                *trace_families,
+                *tls_families(self._tls),
+            ]
         )
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
