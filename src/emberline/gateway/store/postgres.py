@@ -71,9 +71,12 @@ class PostgresStore:
         # asyncpg raises InternalClientError for a connection that is just being lost.
         failures = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
         try:
+            # With a minimum size, asyncpg reconnects in the background and logs a traceback for each failure.
             pool = await asyncpg.create_pool(
-                url, min_size=1, max_size=8, timeout=5.0, command_timeout=QUERY_TIMEOUT_S, server_settings=settings
+                url, min_size=0, max_size=8, timeout=5.0, command_timeout=QUERY_TIMEOUT_S, server_settings=settings
             )
+            async with pool.acquire():
+                pass
         except (OSError, TimeoutError, *failures) as e:
             raise StoreFailed(
                 f"PostgreSQL cannot be reached: {e or type(e).__name__}",
