@@ -333,6 +333,24 @@ def test_budget_usage_is_listed(api: AdminClient) -> None:
     assert api.ok("GET", f"{A}/spent", query="gateway=side")["items"] == []
 
 
+@pytest.mark.parametrize("split", ["user", "key", "model", "provider", "metadata.team"])
+def test_budget_usage_of_a_value_without_recent_records_is_listed(api: AdminClient, split: str) -> None:
+    each = {"name": "each", "limit": 500, "amount": "tokens", "per": "day", "split": [split]}
+    api.ok("PUT", f"{A}/gateways/main", {"budgets": [each]})
+    field = {"key": "key_id"}.get(split, split)
+    of_ann = {"metadata": {"team": "ann"}} if split == "metadata.team" else {field: "ann"}
+    first = make_record(NOON - 60_000, gateway="main", micros=9, **of_ann)
+    others = [make_record(NOON - 50_000 + i, gateway="main") for i in range(600)]
+    api.run(api.store.append_records([(record, None) for record in (first, *others)]))
+
+    async def use() -> None:
+        claims = [rule.make_claim({"gateway": "acme/main", split: "ann"}, 100) for rule in LimitRule.parse([each])]
+        api.limiter.settle(await api.limiter.reserve(claims, NOON / 1e3, 9), {"tokens": 490})
+
+    api.run(use())
+    assert [(view["split"], view["used"]) for view in api.ok("GET", f"{A}/spent")["items"]] == [({split: "ann"}, 490)]
+
+
 def test_custom_providers_need_public_addresses(api: AdminClient) -> None:
     given = {"name": "Ours", "slug": "ours", "base_url": "https://llm.example/v1/"}
     assert api.ok("POST", f"{A}/custom-providers/ours", given)["value"]["base_url"] == "https://llm.example/v1"
