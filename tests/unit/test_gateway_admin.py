@@ -10,14 +10,14 @@ from urllib.parse import urlencode
 
 import msgspec
 import pytest
-from gateway_records import DAY, NOON, make_record
+from gateway_records import DAY, NOON, make_record, new_record_id
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.core.identity import ANONYMOUS, Identity
-from emberline.gateway.core.log_record import LogPayload, new_record_id
+from emberline.gateway.core.log_record import LogPayload
 from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.costs.catalogue import Catalogue
 from emberline.gateway.keys.key_store import KeyStore

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from gateway_records import DAY, NOON, make_record
+from gateway_records import DAY, NOON, make_record, new_record_id
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.core.errors import Conflict, StoreFailed
-from emberline.gateway.core.log_record import LogPayload, LogRecord, new_record_id, utc_day
+from emberline.gateway.core.log_record import LogPayload, LogRecord, utc_day
 from emberline.gateway.core.settings import GatewaySettings, LogSettings
 from emberline.gateway.logs.retention import LogRetention
 from emberline.gateway.store import daily_users, sqlite_database, tables

@@ -229,11 +229,7 @@ class Gateway:
         gateway = target.gateway or RequestOptions.from_headers(headers).gateway_id or DEFAULT_NAME
         identity, _ = await self._identify_and_strip_keys(target, headers)
         settings = await self._settings_source.get_settings(target.account, gateway)
-        if settings.authentication and identity.kind == "anonymous":
-            raise Unauthorized(
-                f"gateway {gateway[:80]!r} requires a key, and the request has none that is valid",
-                hint="send Authorization: Bearer KEY or cf-aig-authorization: Bearer KEY",
-            )
+        settings.check_caller(identity)
         return identity, settings
 
     async def identify(self, headers: dict[str, str]) -> Identity:

@@ -42,7 +42,7 @@ from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
 from emberline.worker.stored_responses import StoredResponses
-from emberline.worker.transfer_metrics import build_transfer_metrics as build_transfer_metrics
+from emberline.worker.transfer_metrics import build_transfer_metrics
 
 log = logging.getLogger("emberline.server")
 

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, Unauthorized
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.guardrail_policy import Guardrails
+from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.pool import ModelPool
 
 Backoff = Literal["constant", "linear", "exponential"]
@@ -137,6 +138,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     logs: LogSettings = LogSettings()
     zdr: bool = False  # zero data retention: prompts and replies are not stored
     metadata: dict[str, str] = {}  # added to every request
+
+    def check_caller(self, identity: Identity) -> None:
+        """Raise Unauthorized if this gateway requires a key and the caller has none."""
+        if self.authentication and identity.kind == "anonymous":
+            raise Unauthorized(
+                f"gateway {self.gateway[:80]!r} requires a key, and the request has none that is valid",
+                hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
+            )
 
     @staticmethod
     def parse(data: object) -> GatewaySettings:

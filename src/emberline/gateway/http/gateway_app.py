@@ -148,7 +148,7 @@ class GatewayApp:
                 return self._list_models
         if exchange.path == SIGN_IN_PATH and exchange.method == "POST":
             return self._exchange_sign_in_token
-        if AdminAPI.handles_path(path) and "/ai/v1/" not in path and not RunHandler.handles_path(path):
+        if AdminAPI.handles_path(path):
             return self._answer_admin_request
         return None
 

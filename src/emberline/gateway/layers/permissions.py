@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qsl
 
-from emberline.core.errors import Unauthorized
 from emberline.gateway.core.errors import Forbidden
 from emberline.gateway.core.identity import ALLOW_ALL, Identity, allows_model
 from emberline.gateway.core.request import VIRTUAL_PROVIDERS, GatewayReply, GatewayRequest, Handler, Layer
@@ -50,11 +49,7 @@ def check_gateway(inner: Handler) -> Handler:
 
     def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
         identity = call.identity
-        if call.settings.authentication and identity.kind == "anonymous":
-            raise Unauthorized(
-                f"gateway {call.gateway[:80]!r} requires a key, and the request has none that is valid",
-                hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
-            )
+        call.settings.check_caller(identity)
         if not identity.can_use_models:
             raise Forbidden(
                 f"key {identity.name!r} is an admin key, which cannot be used for requests to models",
