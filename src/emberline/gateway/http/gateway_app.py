@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from emberline.gateway.dialects.gemini import models as gemini_models
 from emberline.gateway.error_replies import error_event, error_reply
 from emberline.gateway.gateway import KEY_HEADERS, Gateway, InboundRequest, headers_with_query_key
 from emberline.gateway.http.client_watch import ClientWatch
-from emberline.gateway.http.gateway_metrics import GatewayMetrics
+from emberline.gateway.http.gateway_metrics import GatewayMetrics, RejectionCounter
 from emberline.gateway.http.gateway_socket import GatewaySocket, read_handshake
 from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.model_lister import ModelLister
@@ -34,7 +33,7 @@ from emberline.gateway.store.base import GatewayStore
 from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.exchange import ClientDisconnected, Exchange, Receive, Scope, Send
 from emberline.server.media_type import is_json, require_json
-from emberline.server.metrics import MetricFamily, ReplyCounter, render_exposition
+from emberline.server.metrics import ReplyCounter, render_exposition
 from emberline.server.pages import StaticPage as File
 from emberline.server.rejections import RejectionLog, WrongKeyDelay
 from emberline.wire.errors import render_openai_error
@@ -89,7 +88,7 @@ class GatewayApp:
         self._require_keys = require_keys or bool(config.api_keys)
         self._replies = ReplyCounter()
         self._rejections, self._wrong_keys = RejectionLog(log), WrongKeyDelay()
-        self._rejection_counts: Counter[tuple[int, str]] = Counter()  # by status and error code
+        self._rejection_counter = RejectionCounter()
         self._started_at = int(time.time())
         self._pages: dict[str, PageHandler] = {
             **dict.fromkeys(files, self._send_file),
@@ -180,7 +179,7 @@ class GatewayApp:
         """Log and count a rejected request. Wait before the reply to a wrong key."""
         if code == Unauthorized.code and any(exchange.header(name) for name in KEY_HEADERS):
             await self._wrong_keys.wait()
-        self._rejection_counts[status, code] += 1
+        self._rejection_counter.count(status, code)
         self._rejections.record(exchange, status, code, message)
 
     async def _send_and_close(self, exchange: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
@@ -299,10 +298,8 @@ class GatewayApp:
             raise Unauthorized(
                 "/metrics requires a gateway key and the request has none", hint="send Authorization: Bearer KEY"
             )
-        rejected = [(f'status="{status}",code="{code}"', n) for (status, code), n in self._rejection_counts.items()]
-        name, help_ = "emberline:gateway_rejections_total", "Requests answered with an error, by error code."
-        rejections = MetricFamily.from_samples(name, help_, "counter", rejected)
-        families = (*self._metrics.families(), self._replies.family(), self._wrong_keys.family(), rejections)
+        counters = self._replies, self._wrong_keys, self._rejection_counter
+        families = (*self._metrics.families(), *(counter.family() for counter in counters))
         text = render_exposition(families)
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
