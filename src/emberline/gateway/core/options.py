@@ -41,31 +41,31 @@ class CustomCost:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    gateway_id: str | None = None
+    gateway_id: str | None = None  # gateway to use, on paths that name none
     cache_ttl: int | None = None  # seconds; 0: off
-    skip_cache: bool | None = None
-    cache_key: str | None = None
-    collect_log: bool | None = None
-    collect_payload: bool | None = None
-    metadata: Metadata | None = None
-    custom_cost: CustomCost | None = None
+    skip_cache: bool | None = None  # neither read nor write the cache
+    cache_key: str | None = None  # cache key, instead of the body
+    collect_log: bool | None = None  # write a log record
+    collect_payload: bool | None = None  # store the bodies with the log record
+    metadata: Metadata | None = None  # JSON object of at most 5 texts, numbers or booleans, for logs, limits and routes
+    custom_cost: CustomCost | None = None  # cost of the request; the key needs the scope cost
     request_timeout: float | None = None  # seconds to the first content of a reply
     timeout_configured: bool | None = None  # `request_timeout` is set by a route or a judge, not by the client
-    max_attempts: int | None = None
+    max_attempts: int | None = None  # at one provider, including the first
     retry_delay: float | None = None  # seconds
-    backoff: str | None = None
+    backoff: str | None = None  # constant, linear or exponential
     continuation: bool | None = None  # the next step continues a stream that breaks off
-    byok_alias: str | None = None
-    event_id: str | None = None
-    zdr: bool | None = None
+    byok_alias: str | None = None  # alias of the stored provider key to use
+    event_id: str | None = None  # id of your own, which the log record has too
+    zdr: bool | None = None  # zero data retention: bodies are not stored
     no_wholesale: bool | None = None  # accepted and ignored: this gateway never resells providers' tokens
-    otel_trace_id: str | None = None
-    otel_parent_span_id: str | None = None
-    session_id: str | None = None
-    turn_id: str | None = None
-    no_session_affinity: bool | None = None
-    allowed_models: tuple[str, ...] | None = None
-    allowed_providers: tuple[str, ...] | None = None
+    otel_trace_id: str | None = None  # trace of the parent span, 32 hexadecimal digits
+    otel_parent_span_id: str | None = None  # parent span, 16 hexadecimal digits
+    session_id: str | None = None  # conversation, for log searches and for staying with one provider of a pool
+    turn_id: str | None = None  # turn of a conversation, for log searches
+    no_session_affinity: bool | None = None  # the session need not stay with one provider
+    allowed_models: tuple[str, ...] | None = None  # patterns of models that this request may use
+    allowed_providers: tuple[str, ...] | None = None  # patterns of providers that this request may use
 
     @staticmethod
     def from_headers(headers: Mapping[str, str]) -> RequestOptions:
