@@ -130,3 +130,11 @@ def test_log_shows_and_finds_the_providers_message(gateway: LocalGateway, caplog
 @pytest.mark.parametrize("query", ["search=%00", "search=a%00b", "user=%00", "metadata.a=%00", "filters=" + "%5B%5D"])
 def test_search_with_unusual_characters_answers(gateway: LocalGateway, query: str) -> None:
     assert isinstance(logs(gateway, query), list)
+
+
+@pytest.mark.parametrize(("fault", "message"), [("error-event", "ended the stream with an error"), ("cut", "closed the connection")])
+def test_log_shows_why_a_stream_broke_off(gateway: LocalGateway, fault: str, message: str) -> None:
+    gateway.fakes["fake"].fault = fault
+    _, headers, _ = gateway.post("/v1/chat/completions", {**BODY, "stream": True}, ADMIN)
+    record = gateway.record(headers["cf-aig-log-id"])
+    assert record.ended == "cut" and message in record.message and not record.success

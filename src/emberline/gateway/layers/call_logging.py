@@ -169,7 +169,7 @@ def make_record(call: GatewayRequest, reply: GatewayReply, duration_s: float) ->
         duration_ms=round(duration_s * 1e3),
         first_byte_ms=None if reply.first_byte_s is None else round(reply.first_byte_s * 1e3),
         error=reply.error,
-        message=reply.error_message,
+        message="" if is_private(call) else reply.error_message,
         key_id=call.identity.key_id,
         user=call.identity.user,
         metadata={**call.metadata, **searchable_metadata(call, reply)},

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from emberline.core.clock import Clock
+from emberline.core.error_texts import printable_error
 from emberline.core.errors import DeadlineExceeded
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamFailed
@@ -219,7 +220,7 @@ class RetryHandler:
         stream = ProviderStream(call, response, meter, provider_call.make_translator(), self._clock)
 
         def settle(stream: ProviderStream, ended: str, code: str) -> None:
-            reply.ended, reply.error = ended, code
+            reply.ended, reply.error, reply.error_message = ended, code, printable_error(stream.error_message)
             tokens = call.body_summary.input_tokens if call.body_summary is not None else None
             if call.method == "POST":  # a GET reports the usage of an earlier request
                 reply.usage, reply.estimated = stream.meter.usage(call.body, tokens)
