@@ -132,7 +132,9 @@ def test_search_with_unusual_characters_answers(gateway: LocalGateway, query: st
     assert isinstance(logs(gateway, query), list)
 
 
-@pytest.mark.parametrize(("fault", "message"), [("error-event", "ended the stream with an error"), ("cut", "closed the connection")])
+@pytest.mark.parametrize(
+    ("fault", "message"), [("error-event", "ended the stream with an error"), ("cut", "closed the connection")]
+)
 def test_log_shows_why_a_stream_broke_off(gateway: LocalGateway, fault: str, message: str) -> None:
     gateway.fakes["fake"].fault = fault
     _, headers, _ = gateway.post("/v1/chat/completions", {**BODY, "stream": True}, ADMIN)
