@@ -8,7 +8,7 @@ from typing import Any
 
 from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.core.options import RequestOptions
-from emberline.gateway.core.request import Dialect, GatewayReply, GatewayRequest
+from emberline.gateway.core.request import Dialect, GatewayReply, GatewayRequest, RequestStep
 from emberline.gateway.core.settings import GatewaySettings
 
 
@@ -27,6 +27,7 @@ def call(
     endpoint: str = "chat/completions",
     deadline: float = 600.0,
     began: float = 0.0,
+    steps: tuple[RequestStep, ...] = (),
 ) -> GatewayRequest:
     read = settings if isinstance(settings, GatewaySettings) else GatewaySettings.parse(settings or {})
     return GatewayRequest(
@@ -49,6 +50,7 @@ def call(
         settings=read,
         started_at=began,
         deadline=deadline,
+        steps=steps,
     )
 
 

@@ -10,14 +10,17 @@ from urllib.parse import urlencode
 
 import msgspec
 import pytest
-from gateway_records import DAY, NOON, make_record
+from gateway_records import DAY, NOON, make_record, new_record_id
 
 from emberline.core.clock import ManualClock
-from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.errors import EmberlineError, InvalidRequest, Overloaded
+from emberline.gateway.admin import logs
 from emberline.gateway.admin.admin import AdminAPI
 from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.admin.admin_request import AdminRequest
+from emberline.gateway.admin.logs import LogEndpoints
 from emberline.gateway.core.identity import ANONYMOUS, Identity
-from emberline.gateway.core.log_record import LogPayload, new_record_id
+from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.costs.catalogue import Catalogue
 from emberline.gateway.keys.key_store import KeyStore
@@ -48,7 +51,8 @@ class AdminClient:
         self.limiter = LocalLimiter()
         provider = ProviderSettings(base_url="http://127.0.0.1:8000", key="sk-in-the-file")
         fixed = {("acme", "filed"): GatewaySettings(account="acme", gateway="filed", providers={"emberline": provider})}
-        self.admin = AdminAPI(AdminContext(self.store, self.vault, self.wall, self.limiter, configured=fixed), "1.0")
+        self.admin_context = AdminContext(self.store, self.vault, self.wall, self.limiter, configured=fixed)
+        self.admin = AdminAPI(self.admin_context, "1.0")
 
     def __call__(
         self, method: str, path: str, body: Any = None, query: str = "", caller: Identity = ACME
@@ -331,6 +335,24 @@ def test_budget_usage_is_listed(api: AdminClient) -> None:
     ]
     assert [each["ends"] for each in found] == [None, NOON + DAY // 2, None]  # fixed windows of a day end at midnight
     assert api.ok("GET", f"{A}/spent", query="gateway=side")["items"] == []
+
+
+@pytest.mark.parametrize("split", ["user", "key", "model", "provider", "metadata.team"])
+def test_budget_usage_of_a_value_without_recent_records_is_listed(api: AdminClient, split: str) -> None:
+    each = {"name": "each", "limit": 500, "amount": "tokens", "per": "day", "split": [split]}
+    api.ok("PUT", f"{A}/gateways/main", {"budgets": [each]})
+    field = {"key": "key_id"}.get(split, split)
+    of_ann = {"metadata": {"team": "ann"}} if split == "metadata.team" else {field: "ann"}
+    first = make_record(NOON - 60_000, gateway="main", micros=9, **of_ann)
+    others = [make_record(NOON - 50_000 + i, gateway="main") for i in range(600)]
+    api.run(api.store.append_records([(record, None) for record in (first, *others)]))
+
+    async def use() -> None:
+        claims = [rule.make_claim({"gateway": "acme/main", split: "ann"}, 100) for rule in LimitRule.parse([each])]
+        api.limiter.settle(await api.limiter.reserve(claims, NOON / 1e3, 9), {"tokens": 490})
+
+    api.run(use())
+    assert [(view["split"], view["used"]) for view in api.ok("GET", f"{A}/spent")["items"]] == [({split: "ann"}, 490)]
 
 
 def test_custom_providers_need_public_addresses(api: AdminClient) -> None:
@@ -884,3 +906,54 @@ def test_catalogue_listing_is_paged(api: AdminClient) -> None:
     assert price is not None and (mini["price"]["input"], mini["price"]["output"]) == (price.input, price.output)
     assert mini["kind"] == "chat" and mini["context"] == 128_000 and mini["source"].startswith("https://")
     assert api("GET", f"{A}/catalogue", caller=USER)[0] == 403
+
+
+def test_new_records_are_streamed_as_they_are_written(api: AdminClient) -> None:
+    def write(*records: LogRecord) -> Any:
+        return api.store.append_records([(record, None) for record in records])
+
+    old = make_record(NOON - 5000, provider="openai")
+    slow, fast = make_record(NOON - 9000, provider="openai"), make_record(NOON - 1, provider="groq")
+    steps = [lambda: write(fast), lambda: write(slow, make_record(NOON - 3000, provider="other"))]
+
+    async def sleep(seconds: float) -> None:
+        if steps:
+            await steps.pop(0)()
+
+    async def tail(query: dict[str, str]) -> list[str]:
+        endpoints = LogEndpoints(api.admin_context, sleep)
+        lines = endpoints.tail_lines(AdminRequest(ACME, {"account": "acme"}, query, b""))
+        found: list[str] = []
+        async for chunk in lines:
+            if chunk == b"\n":  # nothing new for a while
+                break
+            found += [msgspec.json.decode(line)["id"] for line in chunk.splitlines()]
+        await lines.aclose()  # type: ignore[attr-defined]
+        assert endpoints._open_tails == 0
+        return found
+
+    api.run(write(old))
+    assert api.run(tail({"provider": "openai,groq"})) == [fast.id, slow.id], "also of a request that began earlier"
+    with pytest.raises(InvalidRequest):
+        LogEndpoints(api.admin_context).tail_lines(AdminRequest(ACME, {"account": "acme"}, {"status": "x"}, b""))
+    assert api.admin.is_export("GET", f"{A}/logs/tail")
+    api.expect_error(403, "GET", f"{A}/logs/tail".replace("acme", "other"))
+
+
+def test_number_of_streams_of_records_is_limited(api: AdminClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_TAILS", 0)
+    with pytest.raises(Overloaded):
+        LogEndpoints(api.admin_context).tail_lines(AdminRequest(ACME, {"account": "acme"}, {}, b""))
+
+
+def test_values_of_filters_are_listed_with_the_most_requests_first(api: AdminClient) -> None:
+    records = [make_record(NOON - i, provider=f"p{i % 3 // 2}", model="m", user="ann", key_id="k") for i in range(9)]
+    failed = make_record(NOON, provider="p0", model="n", status=502, success=False, error="upstream_broken")
+    api.run(api.store.append_records([(record, None) for record in [*records, failed]]))
+    found = api.ok("GET", f"{A}/logs/values", query="gateway=main")
+    assert found["provider"] == [{"value": "p0", "requests": 7}, {"value": "p1", "requests": 3}]
+    assert [each["value"] for each in found["model"]] == ["m", "n"]
+    assert [each["value"] for each in found["status"]] == ["200", "502"]
+    assert found["error"] == [{"value": "upstream_broken", "requests": 1}]
+    assert found["user"] == [{"value": "ann", "requests": 9}] and found["key_id"] == [{"value": "k", "requests": 9}]
+    assert api.ok("GET", f"{A}/logs/values", query="gateway=none")["model"] == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from emberline.core.gateway_config import GatewayConfig
+from emberline.gateway.core.errors import StoreBusy
 from emberline.gateway.core.identity import ANONYMOUS, Identity
 from emberline.gateway.http import gateway_app
 from emberline.gateway.http.gateway_app import GatewayApp
@@ -58,12 +59,30 @@ class Client:
         self.sent.append(message)
 
     def send_request(self, admin: Admin) -> asyncio.Task[None]:
-        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, None, {})
+        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, None, {}, None)
         return asyncio.ensure_future(GatewayApp(*about)(self.scope, self.receive, self.send))
 
 
 def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_gateway_is_not_ready_while_the_store_is_full() -> None:
+    class FullStore:
+        async def version(self) -> int:
+            return 0
+
+    class FailingWriter:
+        def check_store(self) -> None:
+            raise StoreBusy("log records cannot be written to the store: disk full")
+
+    async def work() -> None:
+        client = Client("GET", "/health/ready")
+        about: Any = (GatewayConfig(), Gateway(), None, Admin(), None, None, FullStore(), None, {}, FailingWriter())
+        await GatewayApp(*about)(client.scope, client.receive, client.send)
+        assert client.sent[0]["status"] == 503 and b"disk full" in client.sent[1]["body"]
+
+    run(work)
 
 
 def test_client_disconnect_ends_export() -> None:

@@ -107,6 +107,35 @@ def test_batch_of_a_dead_process_is_continued(tmp_path: Path) -> None:
     run_async(tmp_path, play)
 
 
+def test_batches_are_listed_only_after_a_change_or_an_expiry(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        queue, listed = BatchQueue(store, model, lambda: 0, wall), list[object]()
+        list_batches = queue._batches.list_batches
+
+        async def count_lists(*args: Any, **kwargs: Any) -> Any:
+            listed.append(args)
+            return await list_batches(*args, **kwargs)
+
+        queue._batches.list_batches = count_lists  # type: ignore[method-assign]
+
+        async def polls_list() -> bool:
+            listed.clear()
+            for _ in range(3):
+                await queue._process_oldest_batch()
+            return bool(listed)
+
+        assert await polls_list() and not await polls_list(), "the feature was never used"
+        batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
+        assert await polls_list() and not await polls_list()
+        assert "responses" in await queue.read_result("a", batch.id, WHO)
+        wall.advance(queues.RESULTS_KEPT_S + 1)
+        assert await polls_list() and not await polls_list()
+        with pytest.raises(NotFound):
+            await queue.read_result("a", batch.id, WHO)
+
+    run_async(tmp_path, play)
+
+
 @pytest.mark.parametrize("page", [200, 1])
 def test_number_of_waiting_batches_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     monkeypatch.setattr(queues, "MAX_WAITING_BATCHES", 2)

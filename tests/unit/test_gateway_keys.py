@@ -37,6 +37,12 @@ from emberline.gateway.store.version_watch import StoreVersionWatch
 AUDIT = AuditEntry(0, "acme", "test", "test", "it")
 
 
+@pytest.mark.parametrize(("scopes", "may"), [(("use",), False), (("use", "cost"), True), (("admin",), True)])
+def test_keys_with_the_scope_cost_and_admin_keys_may_state_costs(scopes: Any, may: bool) -> None:
+    key = StoredKey(hash="a" * 64, shown="evk_", name="k", kind="token", account="acme", created=0, scopes=scopes)
+    assert key.identity.may_state_cost is may
+
+
 class KeyEnvironment:
     """A store, and two replicas that cache its keys."""
 

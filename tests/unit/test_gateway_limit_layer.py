@@ -13,10 +13,12 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.errors import Forbidden, LimitExceeded
 from emberline.gateway.core.identity import Identity
-from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler
+from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.costs.billing import set_cost
 from emberline.gateway.costs.catalogue import Catalogue, CatalogueModel
+from emberline.gateway.layers.permissions import check_gateway
 from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.settings_checks import check_settings
@@ -121,18 +123,34 @@ def test_every_choice_is_reserved() -> None:
             bench.ask(settings=settings, max_output=500, answers=answers)
 
 
-@pytest.mark.parametrize(("kind", "reserved"), [("virtual", 600), ("anonymous", 600), ("token", 0)])
-@pytest.mark.parametrize("custom_cost", ['{"total_cost": 0}', '{"per_token_in": 0, "per_token_out": 0}'])
-def test_only_gateway_tokens_can_lower_the_cost(kind: Any, reserved: int, custom_cost: str) -> None:
+STATED_COSTS = ['{"total_cost": 0}', '{"total_cost": 0.0009}', '{"per_token_in": 0, "per_token_out": 0}']
+
+
+@pytest.mark.parametrize("stated", STATED_COSTS)
+@pytest.mark.parametrize("kind", ["virtual", "anonymous", "token"])
+def test_a_caller_cannot_charge_a_shared_budget_with_a_stated_cost(kind: Any, stated: str) -> None:
     bench, settings = LimitedGateway(), {"budgets": [{"name": "b", "limit": 1_000}]}
-    caller = Identity("k", "k", kind)
-    made = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": custom_cost}, max_output=1000)
+    bench.handler = check_gateway(bench.handler)
+    caller, headers = Identity("k", "k", kind), {"cf-aig-custom-cost": stated}
+    for _ in range(2):
+        with pytest.raises(Forbidden, match="may not state the cost"):
+            bench.ask(settings=settings, identity=caller, headers=headers)
+    steps = (RequestStep("openai", "gpt-4o-mini", options=RequestOptions.from_headers(headers)),)
+    with pytest.raises(Forbidden, match="may not state the cost"):
+        bench.ask(settings=settings, identity=caller, steps=steps)
+    assert remaining(bench.ask(settings=settings, max_output=1), "micros") >= 990
+
+
+@pytest.mark.parametrize(("stated", "reserved"), [*zip(STATED_COSTS, [0, 900, 0], strict=True)])
+def test_the_stated_cost_of_a_permitted_key_replaces_the_known_one(stated: str, reserved: int) -> None:
+    bench, settings = LimitedGateway(), {"budgets": [{"name": "b", "limit": 1_000}]}
+    bench.handler = check_gateway(bench.handler)
+    caller = Identity("k", "k", "virtual", may_state_cost=True)
+    made = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": stated}, max_output=1000)
     assert remaining(made, "micros") == 1_000 - reserved
     reply = GatewayReply(200, {}, b"", usage=Usage(input=0, output=1000), provider="openai")
     set_cost(made, reply, Prices())  # type: ignore[arg-type]
     assert reply.micros == reserved
-    dear = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
-    assert remaining(dear, "micros") == 1_000 - 7 - 900, "a higher cost is accepted"
 
 
 def test_unknown_price_is_refused_by_budget() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from unittest.mock import AsyncMock
 
 import pytest
 from gateway_records import NOON, make_record
 
-from emberline.gateway.core.errors import StoreFailed
+from emberline.gateway.core.errors import StoreBusy, StoreFailed
 from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.logs import log_writer
 from emberline.gateway.logs.log_writer import LogWriter
@@ -113,6 +114,25 @@ def test_all_records_are_written_after_store_outage() -> None:
         assert len(store.records) == 2 and writer.failures >= 1 and writer.dropped_count == 0
 
     asyncio.run(do())
+
+
+def test_store_that_can_be_read_but_not_written_is_reported_until_it_works() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        store.is_down, store.version = True, AsyncMock(return_value=0)  # type: ignore[method-assign]
+        async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
+            writer.check_store()
+            writer.put(make_record())
+            while not writer.failures:
+                await asyncio.sleep(0)
+            with pytest.raises(StoreBusy, match="StoreFailed: down"):
+                writer.check_store()
+            store.is_down = False
+            while not writer.written_count:
+                await asyncio.sleep(0.001)
+            writer.check_store()
+
+    asyncio.run(asyncio.wait_for(do(), 20))
 
 
 def test_close_during_store_outage_times_out_and_counts() -> None:

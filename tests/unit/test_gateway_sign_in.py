@@ -95,7 +95,7 @@ def test_guesses_are_compared_in_constant_time_and_disable_the_link(
     monkeypatch.setattr(hmac, "compare_digest", compare_digest)
     token = bench.new_token()
     for guess in (token[:-1], token + "x", "", "é", "x" * 500):
-        with pytest.raises(Unauthorized, match="token .* is wrong"):
+        with pytest.raises(Unauthorized, match="sign-in link is wrong"):
             bench.exchange(guess)
     assert compared == [64] * 5, "hashes of one length"
     bench.exchange(token)

@@ -58,6 +58,24 @@ EVASIONS = {
     "json escape": "".join(f"\\u{ord(digit):04x}" for digit in CARD),
     "json newlines": "\\n".join(GROUPS),
     "card and code": "4111 1111 1111 1111 123",
+    "spaced dots": " . ".join(GROUPS),
+    "slashes": "/".join(GROUPS),
+    "spaced slashes": " / ".join(GROUPS),
+    "underscores": "_".join(GROUPS),
+    "commas": ",".join(GROUPS),
+    "commas and spaces": ", ".join(GROUPS),
+    "digit by digit with spaced dots": " . ".join(CARD),
+    "digit by digit with slashes": "/".join(CARD),
+    "digit by digit with underscores": "_".join(CARD),
+    "digit by digit with commas": ", ".join(CARD),
+}
+SURROUNDED = {
+    "emphasis": "_{}_",
+    "after an underscore": "card_{}",
+    "row with a number before": "7,{}",
+    "row with an expiry after": "{},12/25",
+    "abbreviation": "no.{}",
+    "path": "/cards/{}/charge",
 }
 ORDINARY = (
     "2021\n2022\n2023\n2024",
@@ -77,6 +95,15 @@ ORDINARY = (
     "请拨打电话。谢谢，再见！",  # noqa: RUF001
     "caf\u00e9 na\u00efve \u2014 d\u00e9j\u00e0 vu \U0001f600\ufe0f",
     "192.168.10.25 10.0.0.1",
+    "4111,1111,1111,1111,1111",
+    "2021, 2022, 2023, 2024",
+    "0.4111111111111111 and 0,4111111111111111",
+    "GET /v1/files/123/45/6789/content",
+    "run_123_45_6789.log and img_640_480_2024.png",
+    "100,20,3000\n123,45,6789",
+    "17,4111\n1111, 1111, 1111",
+    "1. 2. 3. 4. first, second",
+    "[0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1]",
     "1.000.000 2.500.000",
 )
 
@@ -90,6 +117,12 @@ def test_card_is_redacted_in_every_notation(name: str) -> None:
         assert "[payment_card]" in made, text
         assert not any(c.isdecimal() for c in made.replace(" 123", "")), made
         assert made.startswith(before) and made.endswith(after.lstrip(ZERO_WIDTH))
+
+
+@pytest.mark.parametrize("name", SURROUNDED)
+def test_card_is_redacted_beside_punctuation(name: str) -> None:
+    for text in (SURROUNDED[name].format(CARD), f"it is {SURROUNDED[name].format(CARD)} now"):
+        assert redact_text(text, SCANNER.find_matches(text)) == text.replace(CARD, "[payment_card]")
 
 
 @pytest.mark.parametrize("text", ORDINARY)
@@ -111,6 +144,16 @@ def test_ordinary_text_has_no_match(text: str) -> None:
         ("email", "ada\u200b@example.com"),
         ("phone", "+1\u00a0415\u2011555\u20112671"),
         ("api_key", "sk-Zk3v9Qw8Lp2Xr7Tn\u200b5Yb1Hc6Md4Fs0Jg"),
+        ("iban", "DE89/3704/0044/0532/0130/00"),
+        ("iban", "DE89_3704_0044_0532_0130_00"),
+        ("iban", "DE89 . 3704 . 0044 . 0532 . 0130 . 00"),
+        ("iban", "DE89, 3704, 0044, 0532, 0130, 00"),
+        ("us_ssn", "123/45/6789"),
+        ("us_ssn", "123_45_6789"),
+        ("us_ssn", "123 . 45 . 6789"),
+        ("phone", "+1/415/555/2671"),
+        ("phone", "+1_415_555_2671"),
+        ("phone", "415 . 555 . 2671"),
     ],
 )
 def test_other_kinds_are_found_in_unusual_notation(kind: str, text: str) -> None:
@@ -171,11 +214,34 @@ def inspect(body: Any, **headers: str) -> tuple[Any, list[str]]:
         {"model": "m", "messages": [], "prompt_cache_key": CARD},
         {"model": "m", "messages": [{"role": "user", "content": f"data:;base64, {CARD}"}]},
         {"model": "m", "input": {"data": f"my card is {CARD}"}},
+        {"model": "m", "metadata": {"order": int(CARD)}},
+        {"model": "m", "metadata": {"order": float(CARD)}},
+        {"model": "m", "metadata": {"orders": [1, -int(CARD)]}},
+        {"model": "m", "metadata": {CARD: "x", "other": CARD}},
+        {"model": "m", "metadata": {CARD: {CARD: CARD}}},
+        {"model": "m", "tools": [{"function": {"parameters": {"properties": {"4111-1111-1111-1111": {}}}}}]},
     ],
 )
 def test_every_field_sent_to_the_provider_is_inspected(body: dict[str, Any]) -> None:
     made, found = inspect(body)
     assert found == ["payment_card"] and made is not None and CARD.encode() not in made
+
+
+def test_redacted_keys_stay_different() -> None:
+    made, _ = inspect({"metadata": {CARD: 1, "4111-1111-1111-1111": 2, "a": 3}})
+    assert json.loads(made) == {"metadata": {"[payment_card]": 1, "[payment_card]_": 2, "a": 3}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "m", "seed": int(CARD), "max_tokens": 100},
+        {"model": "m", "metadata": {"at": 1763590000000, "ns": 1763590000000000000, "share": 4.111111111111111}},
+        {"model": "m", "logit_bias": {"50256": -100, "4111": 1}},
+    ],
+)
+def test_ordinary_numbers_and_keys_pass(body: dict[str, Any]) -> None:
+    assert inspect(body) == (None, [])
 
 
 @pytest.mark.parametrize("texts", [("4111 1111", "1111 1111"), ("my 4111 11", "11 1111", " 1111 ok"), GROUPS])
@@ -212,6 +278,18 @@ def test_separate_messages_and_embedding_inputs_are_not_joined() -> None:
 def test_query_is_inspected(query: str) -> None:
     made, found = inspect_query(f"a=1&{query}", (RULE,))
     assert made == "a=1&q=%5Bpayment_card%5D" and [each.entry for each in found] == ["payment_card"]
+
+
+@pytest.mark.parametrize("written", [CARD, "4111%201111%201111%201111", "4111/1111/1111/1111"])
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_path_is_inspected(written: str, method: str) -> None:
+    request = call(b"", dialect="raw", endpoint=f"files/{written}/content")
+    request.method = method
+    (sent,) = send_guarded(request, "redact")
+    assert sent.endpoint == "files/%5Bpayment_card%5D/content"
+    assert send_guarded(call(b"", dialect="raw", endpoint=f"files/{written}"), "block") == []
+    (clean,) = send_guarded(call(b"", dialect="raw", endpoint="files/file-123%20a"), "block")
+    assert clean.endpoint == "files/file-123%20a"
 
 
 def test_provider_key_in_the_query_is_kept() -> None:

@@ -227,7 +227,7 @@ def test_large_socket_message_is_handled_in_a_child(used: Any) -> None:
             return GatewayReply(200, {"content-type": "application/json"}, chat(), ended="complete")
 
     async def run() -> None:
-        socket = GatewaySocket(Gateway(), {"raw_path": b"/v1/a/g"}, send, send)  # type: ignore[arg-type]
+        socket = GatewaySocket(Gateway(), {"raw_path": b"/v1/a/g"}, send, send, send)  # type: ignore[arg-type]
         socket._headers = {}
         step = {"eventId": "e", "provider": "p", "endpoint": "x", "query": msgspec.Raw(chat())}
         message = msgspec.json.encode({"type": "universal.create", "request": step})

@@ -6,7 +6,8 @@ import asyncio
 
 import uvloop
 
-from emberline.core.clock import SystemClock
+from emberline.core.clock import ManualClock, SystemClock
+from emberline.core.freeport import free_port
 from emberline.gateway.redis_client import RedisClient, RedisUnavailable
 
 
@@ -44,3 +45,14 @@ def test_command_during_connection_loss_fails() -> None:
             server.close()
 
     uvloop.run(main())
+
+
+def test_start_does_not_wait_for_a_clock_that_stands_still() -> None:
+    async def main() -> bool:
+        link = RedisClient(f"redis://127.0.0.1:{free_port()}", ManualClock())
+        try:
+            return await asyncio.wait_for(link.start(0.05), 10)
+        finally:
+            await link.close()
+
+    assert asyncio.run(main()) is False

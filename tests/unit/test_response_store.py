@@ -66,6 +66,15 @@ def test_previous_response_id_continues_conversation(store: ResponseStore, strea
     assert page["data"][0]["content"] == "and then?" and page["has_more"] is True
 
 
+def test_callers_of_one_gateway_cannot_continue_each_others_responses(store: ResponseStore) -> None:
+    worker = make_worker(store, "gateway's")
+    ann, bob = ({"x_emberline_tenant_salt": name, "authorization": "Bearer gateway's"} for name in ("ann", "bob"))
+    first = worker.post(PATH, {"input": "hi"}, **ann).json["id"]
+    assert worker.post(PATH, {"input": "go on", "previous_response_id": first}, **ann).status == 200
+    for other in (bob, {"authorization": "Bearer gateway's"}):
+        assert worker.post(PATH, {"input": "go on", "previous_response_id": first}, **other).status == 404
+
+
 def test_read_and_delete_response(store: ResponseStore) -> None:
     worker = make_worker(store)
     response = create_response(worker).json
@@ -134,6 +143,21 @@ def test_file_is_private_and_survives_restart(tmp_path: Path) -> None:
     again.close()
     with pytest.raises(InvalidRequest):
         ResponseStore(tmp_path)
+
+
+def test_a_tenant_keeps_its_responses_while_others_flood_the_store() -> None:
+    store = ResponseStore(None, max_bytes=4000)
+    response = {"output": [], "text": "x" * 300}
+    for at in range(3):
+        store.put("quiet", {"id": str(at), **response}, [])
+    for at in range(50):
+        store.put(f"flood {at % 2}", {"id": str(at), **response}, [])
+    assert all(store.get("quiet", str(at)) is not None for at in range(3))
+    kept = [at for at in range(50) if store.get(f"flood {at % 2}", str(at)) is not None]
+    assert kept == list(range(50 - len(kept), 50)) and len(kept) >= 6
+    store.put("quiet", {"id": "huge", "output": [], "text": "x" * 5000}, [])
+    assert store.get("quiet", "huge") is None and store.get("flood 1", "49") is not None
+    store.close()
 
 
 def test_oldest_responses_are_evicted() -> None:

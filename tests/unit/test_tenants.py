@@ -9,6 +9,7 @@ from typing import Any
 from scripted_engine import WorkerHarness
 
 from emberline.core.handoff import Handoff
+from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.router.native import NativeDialect
 from emberline.router.request_summary import RequestSummary
 from emberline.router.upstream_request import UpstreamRequest
@@ -52,6 +53,30 @@ def test_router_with_keys_sets_checked_tenant() -> None:
     made, name = house(), TENANT_HEADER.replace("-", "_")
     assert salt(made, {name: "checked t"}) == salt(house(), {name: "checked t"}) != ""
     assert salt(made, {name: "presented t"}) == ""
+
+
+def test_a_gateways_salt_divides_the_tenant_of_its_key() -> None:
+    for made, key in ((house(), {}), (house("a"), bearer("a"))):
+        ann, bob = ({TENANT_SALT_HEADER.replace("-", "_"): name} for name in ("ann", "bob"))
+        assert "" != salt(made, key | ann) == salt(made, key | ann), "a caller keeps its own prefix cache"
+        assert len({salt(made, key), salt(made, key | ann), salt(made, key | bob)}) == 3
+        combined = salt(made, key | ann, cache_salt="s")
+        assert combined not in (salt(made, key | bob, cache_salt="s"), salt(made, key | ann), salt(made, key))
+    keyed = house("a", "b")
+    assert salt(keyed, bearer("a") | ann) != salt(keyed, bearer("b") | ann), "another key cannot claim this tenant"
+    router = {TENANT_HEADER.replace("-", "_"): "presented t"}
+    assert salt(house(), router | ann) == salt(house(), ann)
+
+
+def test_resumed_reply_keeps_the_gateways_salt() -> None:
+    plain = UpstreamRequest("POST", "/v1/chat/completions", {TENANT_SALT_HEADER: "ann"}, b"{}")
+    dialect = NativeDialect(plain, 1, None)
+    assert dialect.build_resume_request(Handoff(), 1.0, None, None).headers[TENANT_SALT_HEADER] == "ann"
+    assert dialect.build_prefill_request({}, 1.0)[0].headers[TENANT_SALT_HEADER] == "ann"
+    envelope = {"path": "/v1/chat/completions", "body": {**CHAT, "stream": True}}
+    resumed, name = house(), TENANT_SALT_HEADER.replace("-", "_")
+    assert resumed.post("/cluster/resume", envelope, **{name: "ann"}).status == 200
+    assert resumed.engine.submissions[0].salt == salt(house(), {name: "ann"})
 
 
 def test_resumed_reply_keeps_tenant() -> None:

@@ -390,8 +390,10 @@ def test_client_disconnect_stops_the_provider(gateway: LocalGateway, path: str) 
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
     body = {"model": model, "messages": HELLO, "max_tokens": 1000, "stream": True}
     prices = {"cf-aig-custom-cost": '{"per_token_in": 0.000001, "per_token_out": 0.000001}'}
+    prices["cf-aig-authorization"] = f"Bearer {KEY}"
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **prices})
     reply = connection.getresponse()
+    assert reply.status == 200
     while b"word3" not in reply.read1():
         pass
     reply.close()

@@ -165,7 +165,7 @@ def test_json_output_is_not_continued(gateway: LocalGateway, oai: openai.OpenAI)
 
 
 def test_fixed_price_is_charged_once(gateway: LocalGateway) -> None:
-    cost = {"cf-aig-custom-cost": '{"total_cost": 0.5}'}
+    cost = {"cf-aig-custom-cost": '{"total_cost": 0.5}', "cf-aig-authorization": "Bearer a-key-of-the-tests"}
     asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     _, headers, body = gateway.post("/v1/chat/completions", asked, {**CONTINUE_HEADER, **cost})
     assert body.endswith(b"data: [DONE]\n\n") and gateway.record(headers["cf-aig-log-id"]).micros == 500_000

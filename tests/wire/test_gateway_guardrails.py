@@ -14,7 +14,10 @@ from local_gateway import LocalGateway
 
 CARD = "4111 1111 1111 1111"
 MAIL = "ada@example.com"
-COST = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
+COST = {
+    "cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}',
+    "cf-aig-authorization": "Bearer a-key-of-the-tests",
+}
 GUARDRAILS: dict[str, Any] = {
     "patterns": [
         {"name": "cards", "find": ["payment_card"], "action": "block"},

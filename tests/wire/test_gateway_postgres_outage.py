@@ -23,7 +23,7 @@ from emberline.gateway.store.postgres import PostgresStore
 from emberline.gateway.store.version_watch import StoreVersionWatch
 
 
-def test_store_outage_and_recovery(postgres: Postgres) -> None:
+def test_store_outage_and_recovery(postgres: Postgres, caplog: pytest.LogCaptureFixture) -> None:
     async def do() -> None:
         name = f"t{uuid4().hex}"
         connection = await asyncpg.connect(postgres.url("postgres"))
@@ -64,6 +64,7 @@ def test_store_outage_and_recovery(postgres: Postgres) -> None:
         await store.close()
 
     asyncio.run(asyncio.wait_for(do(), 60))
+    assert not [record for record in caplog.records if record.exc_info], "no tracebacks of asyncpg"
 
 
 def test_query_during_connection_loss_raises_store_error(postgres: Postgres) -> None:

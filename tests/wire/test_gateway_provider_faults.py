@@ -22,7 +22,10 @@ WORDS = 8
 SILENCE_TIMEOUT_S = 2  # without a byte from a provider
 TEXT = "".join(f"word{i} " for i in range(WORDS))
 COST = 11 * 3 + WORDS * 7  # micro-dollars of a whole reply, at the prices below
-PRICES = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
+PRICES = {
+    "cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}',
+    "cf-aig-authorization": "Bearer a-key-of-the-tests",
+}
 PATHS = {"openai-chat": "/v1/chat/completions", "anthropic": "/v1/messages"}
 
 # The status of the reply and the error code in the log, if there is no fallback.

@@ -20,7 +20,11 @@ from emberline.net.connection_pool import HTTPConnectionPool
 
 LIMIT = 73
 BUDGET = 5_000  # micro-dollars
-PRICE = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
+KEY = "a-key-of-the-tests"
+PRICE = {
+    "cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}',
+    "cf-aig-authorization": f"Bearer {KEY}",
+}
 WORDS = 8
 USED = 11 * 3 + WORDS * 7  # micro-dollars of a reply of the fake
 BODY = {"model": "fake/m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": WORDS}
@@ -70,6 +74,7 @@ def start(directory: Path, number: int, redis: str, fake: str) -> tuple[str, Any
     config.write_text(CONFIG.format(redis=redis, fake=fake, limit=LIMIT, budget=BUDGET))
     port = free_port()
     options = ["--config", str(config), "--port", str(port), "--store", f"sqlite:{directory / str(number)}"]
+    options += ["--api-key", KEY]
     return f"http://127.0.0.1:{port}", spawn(directory / f"{number}.log", "-m", "emberline.cli", "gateway", *options)
 
 

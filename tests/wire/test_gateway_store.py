@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from gateway_records import DAY, NOON, make_record
+from gateway_records import DAY, NOON, make_record, new_record_id
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.core.errors import Conflict, StoreFailed
-from emberline.gateway.core.log_record import LogPayload, LogRecord, new_record_id, utc_day
+from emberline.gateway.core.log_record import LogPayload, LogRecord, utc_day
 from emberline.gateway.core.settings import GatewaySettings, LogSettings
 from emberline.gateway.logs.retention import LogRetention
 from emberline.gateway.store import daily_users, sqlite_database, tables
@@ -177,6 +177,7 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
         duration_ms=1234,
         first_byte_ms=56,
         error="upstream_broken",
+        message="the provider's message",
         key_id="k1",
         user="ünì\U0001f600",
         metadata={"team": "x", "n": 1, "f": 1.5, "b": True},
@@ -199,6 +200,15 @@ def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
         assert run(store.get_payload(account, gateway, full.id)) is None
         assert run(store.add_feedback(account, gateway, full.id, Feedback(1))) is None
     assert run(store.get_record("acme", "main", new_record_id(NOON - 40 * DAY))) is None
+
+
+def test_day_file_of_an_older_version_gets_the_column_for_messages(tmp_path: Path, run: Run[Any]) -> None:
+    sqlite_database.create_database_file(tmp_path / f"logs-{utc_day(NOON)}.db", tables.LOG_MIGRATIONS[:1])
+    store = run(open_store(f"sqlite:{tmp_path}"))
+    run(store.append_records([(make_record(message="rejected by the provider"), None)]))
+    (found,) = run(store.read_page(LogFilters("acme"))).records
+    assert found.message == "rejected by the provider"
+    run(store.close())
 
 
 def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, run: Run[Any]) -> None:
@@ -380,6 +390,13 @@ def test_nul_characters_are_stored(store: GatewayStore, run: Run[Any]) -> None:
     found = run(store.get_record("acme", "main", one.id))
     assert found.model in ("a\0b", "a\ufffdb") and found.metadata == one.metadata
     assert run(store.add_feedback("acme", "main", one.id, Feedback(1, metadata={"k\0": "w"}))).feedback == 1
+    for filters in (
+        LogFilters("acme", user=("\0",)),
+        LogFilters("acme", contains=(ContainsFilter(("model",), ("a\0b",)),)),
+    ):
+        assert [each.id for each in run(store.read_page(filters)).records] == [one.id]
+    assert run(store.read_page(LogFilters("acme", user=("a\0",)))).records == []
+    assert run(store.get("gateway", "acme", "a\0b")) is None
 
 
 # Rollups

@@ -74,10 +74,12 @@ def test_replies_pass_byte_for_byte(fakes: Fakes) -> None:
         body = {"model": "fake", "messages": HELLO, "max_tokens": 200, "stream": stream, "seed": 7, "uneven": True}
         assert get(direct, body) == get(f"{fakes.url}/v1/chat/completions", body)
     odd = {"authorization": "Bearer mine", "x-odd": "\xe4 value", "X-Emberline-Track": "1", "x-emberline-other": "1"}
+    odd["x-emberline-tenant-salt"] = "a gateway's"
     get(f"{fakes.url}/v1/chat/completions", {"model": "fake", "messages": HELLO}, odd)
     seen = fakes.tell("a")["seen"][-1]
     assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "\xe4 value"
-    ours = {name for name in seen if name.startswith("x-emberline")}
+    assert seen["x-emberline-tenant-salt"] == odd["x-emberline-tenant-salt"]
+    ours = {name for name in seen if name.startswith("x-emberline")} - {"x-emberline-tenant-salt"}
     assert ours == {"x-emberline-seed", "x-emberline-created", "x-emberline-tenant"}, "a client's are not passed on"
     assert seen["x-emberline-tenant"].startswith("presented "), "the router's own, of the key that the client sent"
     get(f"{fakes.url}/v1/chat/completions?beta=true&q=%20x", {"model": "fake", "messages": HELLO})

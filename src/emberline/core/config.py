@@ -355,7 +355,9 @@ class ServerConfig(InferenceServiceConfig):
         metavar="FILE",
     )
     response_store_size: int = option(
-        256 << 20, "Maximum size of stored responses in bytes; the oldest are deleted first.", unit="bytes"
+        256 << 20,
+        "Maximum size of stored responses in bytes; the oldest of the API key with the most are deleted first.",
+        unit="bytes",
     )
     strict: bool = option(
         False, "Refuse requests with unknown fields or hosted tools, to test clients. Otherwise they are ignored."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+from emberline.core.error_texts import printable_error
 from emberline.core.errors import EmberlineError, MethodNotAllowed
 from emberline.gateway.core.errors import BlockedByGuardrail, ProviderErrorReply, RefusalReason
 from emberline.gateway.core.request import Dialect, GatewayReply
@@ -25,10 +26,18 @@ _FORWARDED = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "
 
 
 def read_provider_error(
-    provider: str, status: int, headers: Mapping[str, str], body: bytes, dialect: Dialect
+    provider: str,
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    dialect: Dialect,
+    secrets: Iterable[str] = (),
 ) -> ProviderErrorReply:
-    """Return the error for a provider's error response. `headers` must be a case-insensitive mapping."""
-    message = parse_error(body).message
+    """Return the error for a provider's error response. `headers` must be a case-insensitive mapping.
+
+    `secrets` are removed from the message, as providers repeat the key that they reject.
+    """
+    message = printable_error(parse_error(body).message, secrets)
     error = ProviderErrorReply(
         f"provider {provider} answered with status {status}: {message}",
         reason=_classify_refusal(status, body),
@@ -81,7 +90,14 @@ def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
     """
     if isinstance(error, ProviderErrorReply) and error.dialect == dialect:
         forwarded = {name.lower(): value for name, value in error.headers.items() if name.lower() in _FORWARDED}
-        return GatewayReply(error.status, forwarded, error.body, ended="error", error=error.code)
+        return GatewayReply(
+            error.status,
+            forwarded,
+            error.body,
+            ended="error",
+            error=error.code,
+            error_message=printable_error(str(error)),
+        )
     shaped = (render_anthropic_error if dialect == "anthropic" else render_openai_error)(error)
     body = render_error(error, dialect)
     headers = {"content-type": "application/json", **shaped.headers}
@@ -91,9 +107,10 @@ def error_reply(dialect: Dialect, error: Exception) -> GatewayReply:
         headers["allow"] = error.allowed
     if isinstance(error, BlockedByGuardrail):  # Cloudflare's fields beside those of the dialect
         body.update(success=False, errors=[{"code": error.cloudflare_code, "message": error.message}])
-    return GatewayReply(
-        shaped.status, headers, sse.dumps(body), ended="error", error=getattr(error, "code", "internal_error")
-    )
+    code, message = "internal_error", ""
+    if isinstance(error, EmberlineError):
+        code, message = error.code, printable_error(str(error))
+    return GatewayReply(shaped.status, headers, sse.dumps(body), ended="error", error=code, error_message=message)
 
 
 def error_event(dialect: Dialect, error: EmberlineError, sequence_number: int = 0) -> bytes | None:

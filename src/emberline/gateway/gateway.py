@@ -20,13 +20,14 @@ from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.body_summary import summarize_body
 from emberline.gateway.core.forms import is_form, read_form_fields
 from emberline.gateway.core.identity import ANONYMOUS, Identity
-from emberline.gateway.core.options import RequestOptions
+from emberline.gateway.core.options import GATEWAY_ID_HEADER, NO_OPTIONS, RequestOptions
 from emberline.gateway.core.paths import DEFAULT_NAME, RequestTarget, parse_path
 from emberline.gateway.core.request import (
     Dialect,
     GatewayReply,
     GatewayRequest,
     Handler,
+    Layer,
     RequestStep,
 )
 from emberline.gateway.core.request_body import BodyFields, read_body_fields
@@ -62,18 +63,6 @@ class InboundRequest(msgspec.Struct, frozen=True):
 BodyHandler = Callable[[bytes], Awaitable[GatewayReply]]
 
 
-class AdmittedHead(msgspec.Struct, frozen=True):
-    """What the path and the headers of an accepted request say."""
-
-    target: RequestTarget
-    options: RequestOptions
-    gateway: str
-    settings: GatewaySettings
-    identity: Identity
-    headers: dict[str, str]  # without gateway keys
-    started_at: float
-
-
 class SettingsSource(Protocol):
     """Looks up the settings of a gateway."""
 
@@ -104,11 +93,14 @@ class Gateway:
         identity_source: IdentitySource,
         clock: Clock,
         wall_clock: Clock,
+        outer_layer: Layer = lambda inner: inner,
     ) -> None:
         """Create a gateway. `session_handler` opens realtime sessions at providers.
 
-        `clock` is monotonic; `wall_clock` returns seconds since 1970.
+        `clock` is monotonic; `wall_clock` returns seconds since 1970. `outer_layer` counts and logs the requests that
+        are rejected before they reach `handler`.
         """
+        self._outer_layer = outer_layer
         self._handler = handler
         self._session_handler = session_handler
         self._registry = registry
@@ -125,12 +117,8 @@ class Gateway:
         Return the function that answers the request, or an error reply if the path is unknown or the key is missing or
         wrong. `head` is the request without its body.
         """
-        try:
-            admitted = await self._admit_head(self._find_target(head.path), head)
-            _check_has_key(admitted.settings, admitted.identity, admitted.gateway)
-        except Exception as e:
-            return self._reply_with_error(head, e)
-        return partial(self._answer_admitted, head, admitted)
+        started = await self._start_or_reject(head)
+        return started if isinstance(started, GatewayReply) else partial(self._answer_body, *started)
 
     async def answer(self, inbound: InboundRequest, key_id: str | None = None) -> GatewayReply:
         """Answer a request. Every failure becomes an error reply.
@@ -138,31 +126,60 @@ class Gateway:
         `key_id` is set only for a request from the batch queue: the id of the key that queued the request, or "" if no
         key was used.
         """
-        try:
-            admitted = await self._admit_head(self._find_target(inbound.path), inbound)
-            if key_id:
-                admitted = msgspec.structs.replace(admitted, identity=await self._current_identity(key_id))
-        except Exception as e:
-            return self._reply_with_error(inbound, e)
-        return await self._answer_admitted(inbound, admitted, inbound.body)
+        started = await self._start_or_reject(inbound, key_id)
+        if isinstance(started, GatewayReply):
+            return started
+        return await self._answer_body(*started, inbound.body)
 
-    async def _answer_admitted(self, head: InboundRequest, admitted: AdmittedHead, body: bytes) -> GatewayReply:
+    async def _start_or_reject(
+        self, head: InboundRequest, key_id: str | None = None
+    ) -> tuple[GatewayRequest, RequestTarget] | GatewayReply:
+        """Return the request without its body, and its target; or an error reply if its head is invalid."""
         try:
-            request = await self._build_request(head, admitted, body)
+            target = self._find_target(head.path)
+            request = await self._start_request(target, head)
+            if key_id:
+                request.identity = await self._current_identity(key_id)
+            request.settings.check_caller(request.identity)
         except Exception as e:
             return self._reply_with_error(head, e)
         try:
-            reply = await self._handler(request)
-            reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), request.dialect
-            return reply
+            _read_head(request, target, head)
         except Exception as e:
-            return self._reply_with_error(head, e, request.dialect)
+            return await self._reject(request, e)
+        return request, target
 
-    def _reply_with_error(self, head: InboundRequest, error: Exception, dialect: Dialect | None = None) -> GatewayReply:
-        """Return the error reply in the given dialect, else in that of the path."""
+    async def _answer_body(self, request: GatewayRequest, target: RequestTarget, body: bytes) -> GatewayReply:
+        request.body = body
+        try:
+            await self._read_destination(request, target)
+        except Exception as e:
+            return await self._reject(request, e)
+        return await self._run(self._handler, request)
+
+    async def _reject(self, request: GatewayRequest, error: Exception) -> GatewayReply:
+        """Reply with an error. Of the layers, only the outer one sees the request, for metrics and log."""
+
+        async def raise_error(_: GatewayRequest) -> GatewayReply:
+            raise error
+
+        return await self._run(self._outer_layer(raise_error), request)
+
+    async def _run(self, handler: Handler, request: GatewayRequest) -> GatewayReply:
+        try:
+            reply = await handler(request)
+        except Exception as e:
+            if not isinstance(e, EmberlineError):
+                log.exception("Request failed with an internal error: endpoint=%s", request.endpoint)
+            return error_reply(request.dialect, e)
+        reply.send_timeout_s, reply.dialect = request.deadline - self._clock.now(), request.dialect
+        return reply
+
+    def _reply_with_error(self, head: InboundRequest, error: Exception) -> GatewayReply:
+        """Return the error reply in the dialect of the path."""
         if not isinstance(error, EmberlineError):
             log.exception("Request failed with an internal error: method=%s path=%s", head.method, head.path)
-        return error_reply(dialect or self._dialect_of_path(head.path), error)
+        return error_reply(self._dialect_of_path(head.path), error)
 
     def _dialect_of_path(self, path: str) -> Dialect:
         try:
@@ -173,7 +190,7 @@ class Gateway:
     async def open_realtime_session(self, target: RequestTarget, inbound: InboundRequest, model: str) -> GatewayReply:
         """Open a realtime session at a provider. Return the open session, or an error reply if that failed."""
         try:
-            request = await self._build_request(inbound, await self._admit_head(target, inbound), inbound.body)
+            request = await self.build_request(target, inbound)
             request.model, request.stream = model, True
             request.deadline = request.started_at + request.settings.timeouts.session
             return await self._session_handler(request)
@@ -193,55 +210,54 @@ class Gateway:
             self._targets[path] = target
         return target
 
-    async def _admit_head(self, target: RequestTarget, head: InboundRequest) -> AdmittedHead:
-        """Return what the head of a request says. Raise an EmberlineError if the head is rejected."""
+    async def build_request(self, target: RequestTarget, inbound: InboundRequest) -> GatewayRequest:
+        """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
+        request = await self._start_request(target, inbound)
+        _read_head(request, target, inbound)
+        request.body = inbound.body
+        await self._read_destination(request, target)
+        return request
+
+    async def _start_request(self, target: RequestTarget, head: InboundRequest) -> GatewayRequest:
+        """Return a request without its body, with its gateway and its caller.
+
+        These must be known before anything is recorded. Raise GatewayNotFound or Unauthorized.
+        """
         began = self._clock.now()
-        methods = target.unified_endpoint.methods if target.unified_endpoint is not None else ("POST",)
-        if head.method not in methods and target.kind != "native":
-            allowed = ", ".join(methods)
-            raise MethodNotAllowed(
-                f"{head.path[:200]} must be called with {allowed}, not {head.method[:20]}", allowed=allowed
-            )
-        options = RequestOptions.from_headers(head.headers)
-        if target.unified_endpoint is not None and target.unified_endpoint.access != "inference":
-            options = replace(options, skip_cache=True)
-        gateway = target.gateway or options.gateway_id or DEFAULT_NAME
+        gateway = target.gateway or head.headers.get(GATEWAY_ID_HEADER, "").strip() or DEFAULT_NAME
         settings = await self._settings_source.get_settings(target.account, gateway)
         received = headers_with_query_key(head.headers, head.query) if target.dialect == "gemini" else head.headers
         identity, headers = await self._identify_and_strip_keys(target, received)
-        return AdmittedHead(target, options, gateway, settings, identity, headers, began)
-
-    async def _build_request(self, head: InboundRequest, admitted: AdmittedHead, body: bytes) -> GatewayRequest:
-        """Return the request for the layers. Raise an EmberlineError if the request is rejected."""
-        target, settings, headers = admitted.target, admitted.settings, admitted.headers
-        request = GatewayRequest(
+        return GatewayRequest(
             id=self._ids.next_id(round(self._wall_clock.now() * 1e3)),
             account=target.account,
-            gateway=admitted.gateway,
+            gateway=gateway,
             provider=target.provider,
             endpoint=target.endpoint,
             dialect=target.dialect,
             method=head.method,
             headers=headers,
             query=head.query,
-            body=body,
+            body=b"",
             model="",
             stream=False,
             max_output=None,
-            options=admitted.options,
-            identity=admitted.identity,
+            options=NO_OPTIONS,
+            identity=identity,
             settings=settings,
-            started_at=admitted.started_at,
-            deadline=admitted.started_at + settings.timeouts.total,
+            started_at=began,
+            deadline=began + settings.timeouts.total,
             trace_headers={name: headers[name] for name in TRACES if name in headers},
         )
+
+    async def _read_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
+        """Read from path and body where the request goes. Raise an EmberlineError if they are invalid."""
         if len(request.body) >= LARGE_INPUT_BYTES and target.kind != "universal" and not _has_form(request):
             request.body_summary = await offload.run(len(request.body), summarize_body, request.body)
         await self._set_destination(request, target)
         if len(request.body) >= LARGE_INPUT_BYTES and request.body_summary is None and not _has_form(request):
             # the body is that of a step
             request.body_summary = await offload.run(len(request.body), summarize_body, request.body)
-        return request
 
     async def authenticate(self, target: RequestTarget, headers: dict[str, str]) -> tuple[Identity, GatewaySettings]:
         """Return the caller's identity and the gateway's settings.
@@ -252,12 +268,18 @@ class Gateway:
         gateway = target.gateway or RequestOptions.from_headers(headers).gateway_id or DEFAULT_NAME
         identity, _ = await self._identify_and_strip_keys(target, headers)
         settings = await self._settings_source.get_settings(target.account, gateway)
-        _check_has_key(settings, identity, gateway)
+        settings.check_caller(identity)
         return identity, settings
 
     async def identify(self, headers: dict[str, str]) -> Identity:
-        """Return the caller's identity. Raise Unauthorized if the headers have an invalid gateway key."""
-        return (await self._identify_and_strip_keys(RequestTarget("plain"), headers))[0]
+        """Return the identity of a caller whose request is not for a provider.
+
+        Raise Unauthorized if the headers have only invalid keys.
+        """
+        identity, _ = await self._identify_and_strip_keys(RequestTarget("plain"), headers)
+        if identity is ANONYMOUS and (name := next((name for name in KEY_HEADERS if headers.get(name)), None)):
+            raise _make_wrong_key_error(name)
+        return identity
 
     async def _current_identity(self, key_id: str) -> Identity:
         """Return the present identity of the key that queued a request.
@@ -286,10 +308,7 @@ class Gateway:
                     identity = identity or found
                     removed.append(name)
                 elif name in GATEWAY_KEY_HEADERS or is_gateway_key(token):
-                    raise Unauthorized(
-                        f"the gateway key in the header {name} is unknown, expired or revoked",
-                        hint="create a new key at /keys",
-                    )
+                    raise _make_wrong_key_error(name)
         forwarded = dict(headers)
         for name in (*removed, *(CREDENTIAL_HEADERS if target.kind == "plain" else ())):
             forwarded.pop(name, None)
@@ -368,13 +387,23 @@ class Gateway:
         request.max_output, request.choice_count = fields.max_output, fields.choice_count
 
 
-def _check_has_key(settings: GatewaySettings, identity: Identity, gateway: str) -> None:
-    """Raise Unauthorized if the gateway requires a key and the request has none."""
-    if settings.authentication and identity.kind == "anonymous":
-        raise Unauthorized(
-            f"gateway {gateway[:80]!r} requires a key and the request has none",
-            hint="send Authorization: Bearer KEY or cf-aig-authorization: Bearer KEY",
+def _read_head(request: GatewayRequest, target: RequestTarget, head: InboundRequest) -> None:
+    """Read the method and the options of a request. Raise an EmberlineError if they are invalid."""
+    methods = target.unified_endpoint.methods if target.unified_endpoint is not None else ("POST",)
+    if head.method not in methods and target.kind != "native":
+        allowed = ", ".join(methods)
+        raise MethodNotAllowed(
+            f"{head.path[:200]} must be called with {allowed}, not {head.method[:20]}", allowed=allowed
         )
+    request.options = RequestOptions.from_headers(head.headers)
+    if target.unified_endpoint is not None and target.unified_endpoint.access != "inference":
+        request.options = replace(request.options, skip_cache=True)
+
+
+def _make_wrong_key_error(header: str) -> Unauthorized:
+    return Unauthorized(
+        f"the gateway key in the header {header} is unknown, expired or revoked", hint="create a new key at /keys"
+    )
 
 
 def headers_with_query_key(headers: dict[str, str], query: str) -> dict[str, str]:

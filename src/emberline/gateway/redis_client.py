@@ -129,6 +129,7 @@ class RedisClient:
         self._breaker = CircuitBreaker(first_pause_s=0.5)
         self._connection: _RedisProtocol | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()  # set by the first connection
         self.stats = RedisStats()
 
     async def start(self, timeout_s: float = 1.0) -> bool:
@@ -137,9 +138,8 @@ class RedisClient:
         Wait up to `timeout_s` seconds for the first connection and return whether there is one.
         """
         self._connecting = asyncio.create_task(self._keep_connected())
-        until = self._clock.now() + timeout_s
-        while self._connection is None and self._clock.now() < until:
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._connected.wait(), timeout_s)
         return self._connection is not None
 
     async def close(self) -> None:
@@ -212,6 +212,7 @@ class RedisClient:
                 await self._connect(connection)
                 self._connection, delay = connection, 0.05
                 self.stats.connects += 1
+                self._connected.set()
                 await self._wait_until_lost(connection)
             except (
                 OSError,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.handoff import EVENT_IDS_HEADER, Handoff, TokenGroup
+from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.dialect import (
     CHAIN_HEADER,
@@ -94,7 +95,7 @@ class NativeDialect:
         headers = {**self.client_request.trace_headers, "content-type": "application/json"}
         headers |= {
             name: self.client_request.headers[name]
-            for name in (CHAIN_HEADER, TENANT_HEADER, EVENT_IDS_HEADER)
+            for name in (CHAIN_HEADER, TENANT_HEADER, TENANT_SALT_HEADER, EVENT_IDS_HEADER)
             if name in self.client_request.headers
         }
         if self.cluster_key:

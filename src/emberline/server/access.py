@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from emberline.core.errors import ClusterCallForbidden, RequestForbidden, Unauthorized, WrongClusterKey
+from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.core.tls import match_names
 from emberline.core.tls_config import TLSConfig
 from emberline.server.exchange import Exchange
@@ -20,12 +21,17 @@ PROXY_HEADERS = (b"via", b"forwarded", b"x-forwarded-for", b"x-forwarded-host", 
 CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # sent by a router beside the client's own key
 
 
-def derive_tenant_id(exchange: Exchange) -> str:
-    """Return the client's tenant: a hash of its API key, or "" if the request has no key.
+def derive_tenant_id(exchange: Exchange, *, with_key: bool = True) -> str:
+    """Return the client's tenant: a hash of its API key and of a gateway's tenant salt, or "" if it has neither.
 
-    Cached prompts of one tenant are never used for a different tenant."""
-    key = _presented_key(exchange)
-    return hashlib.sha256(b"emberline tenant\0" + key.encode()).hexdigest()[:32] if key else ""
+    Cached prompts of one tenant are never used for a different tenant. `with_key`: the server requires API keys;
+    otherwise clients may send any key, which is not part of the tenant."""
+    key = _presented_key(exchange) if with_key else ""
+    salt = exchange.header(TENANT_SALT_HEADER)
+    if not (key or salt):
+        return ""
+    identity = f"emberline tenant\0{key}\0{salt}" if salt else f"emberline tenant\0{key}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,11 @@ def is_loopback(address: str) -> bool:
         mapped = getattr(parsed, "ipv4_mapped", None)
         return (mapped or parsed).is_loopback
     return False
+
+
+def has_key(exchange: Exchange) -> bool:
+    """Return whether the request has a key, be it right or wrong."""
+    return bool(_presented_key(exchange) or exchange.header(CLUSTER_KEY_HEADER))
 
 
 def _presented_key(exchange: Exchange) -> str:

@@ -7,6 +7,7 @@ attacker's domain may resolve to 127.0.0.1 (DNS rebinding)."""
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,12 @@ from typing import Any
 from emberline.core.errors import EmberlineError, HostNotAllowed, InvalidRequest, OriginNotAllowed
 from emberline.net.server_state import App
 from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.rejections import RejectionLog
 from emberline.server.route_table import reply_error
 from emberline.wire.errors import render_openai_error
 from emberline.wire.sse import dumps
+
+log = logging.getLogger("emberline.server")
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and pages of other sites cannot read the replies
 CORS_METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"
@@ -59,6 +63,7 @@ class CrossSiteGuard:
         self._app = app
         self._policy = policy
         self._has_known_key = has_known_key
+        self._rejections = RejectionLog(log)
         self._known_hosts: set[bytes] = set()  # Host headers that were allowed before: parsing one takes 10 us
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +86,9 @@ class CrossSiteGuard:
                 raise _origin_error(origin)
         except EmberlineError as error:
             await _reply_error(scope, receive, send, error)
+            self._rejections.record(
+                Exchange({"method": "GET", **scope}, receive, send), error.status, error.code, str(error)
+            )
             return
         await self._app(scope, receive, _with_cors_headers(origin if listed else None, send))
 

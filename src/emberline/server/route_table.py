@@ -9,13 +9,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from emberline.core.errors import EmberlineError, MethodNotAllowed, NotFound
+from emberline.core.errors import EmberlineError, MethodNotAllowed, NotFound, Unauthorized
 from emberline.net.request_response_cycle import ReplyInterrupted
-from emberline.server.access import AccessPolicy
+from emberline.server.access import AccessPolicy, has_key
 from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.media_type import require_json
 from emberline.server.metrics import ReplyCounter
 from emberline.server.pages import StaticPage
+from emberline.server.rejections import RejectionLog, WrongKeyDelay
 from emberline.wire.errors import ErrorReply, render_anthropic_error, render_ollama_error, render_openai_error
 
 log = logging.getLogger("emberline.server")
@@ -42,6 +43,8 @@ class RouteTable:
     not_found_hint: str  # of the error for an unknown path
     reply_counter: ReplyCounter = field(default_factory=ReplyCounter)
     prefix_routes: dict[str, HTTPRoute] = field(default_factory=dict)  # by the start of the path
+    rejections: RejectionLog = field(default_factory=lambda: RejectionLog(log))
+    wrong_keys: WrongKeyDelay = field(default_factory=WrongKeyDelay)
 
     async def handle(self, exchange: Exchange) -> None:
         """Reply to one request. Raises ReplyInterrupted, which closes the connection, if a started reply failed."""
@@ -57,7 +60,11 @@ class RouteTable:
             elif is_cut_off:
                 log.warning("Reply aborted: path=%s error=%s", exchange.path, e)
             if not is_cut_off:
+                if isinstance(e, Unauthorized) and has_key(exchange):
+                    await self.wrong_keys.wait()
                 await reply_error(exchange, e)
+            if isinstance(e, EmberlineError):
+                self.rejections.record(exchange, e.status, e.code, str(e))
         known = exchange.path if exchange.path in self.routes else "other"
         self.reply_counter.count(known, exchange.status or (499 if "client" in exchange.log_fields else 500))
         if is_cut_off:

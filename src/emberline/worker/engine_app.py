@@ -44,7 +44,7 @@ from emberline.worker.request_context import RequestContext
 from emberline.worker.response_store import ResponseStore
 from emberline.worker.stored_responses import RESPONSE_PATH_PREFIX as RESPONSES
 from emberline.worker.stored_responses import StoredResponses
-from emberline.worker.transfer_metrics import build_transfer_metrics as build_transfer_metrics
+from emberline.worker.transfer_metrics import build_transfer_metrics
 
 log = logging.getLogger("emberline.server")
 
@@ -263,8 +263,9 @@ class EngineApp:
     async def _report_metrics(self, exchange: Exchange) -> None:
         models = (f for model in self._catalog for f in self._metric_families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
+        counters = self._site.reply_counter, self._site.wrong_keys, self._ignored_fields
         others = (*traced, *self.extra_metrics(), *tls_families(self._tls), *listener_families())
-        text = render_exposition([*models, self._site.reply_counter.family(), self._ignored_fields.family(), *others])
+        text = render_exposition([*models, *(counter.family() for counter in counters), *others])
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:

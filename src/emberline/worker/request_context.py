@@ -37,7 +37,7 @@ class RequestContext:
     reports_chain: bool = False  # the reply tells the router the hash of the prompt's last full KV block
     handoff: Handoff = field(default_factory=Handoff)
     span: Span | None = None  # None: tracing is off
-    tenant: str = ""  # cached blocks are shared only within a tenant; "": no API keys are configured
+    tenant: str = ""  # cached blocks are shared only within a tenant; "": no API keys and no gateway
 
     def __post_init__(self) -> None:
         if not 0 <= self.created < MAX_CREATED_S:
@@ -63,9 +63,12 @@ class RequestContext:
 
 
 def tenant_from_router(exchange: Exchange, has_api_keys: bool = False) -> str:
-    """Return the tenant in the router's header; "" if neither the router nor this server requires API keys."""
+    """Return the tenant in the router's header.
+
+    If neither the router nor this server requires API keys, only a gateway's tenant salt makes a tenant.
+    """
     source, _, tenant = exchange.header(TENANT_HEADER).partition(" ")
-    return tenant if source == "checked" or has_api_keys else ""
+    return tenant if source == "checked" or has_api_keys else derive_tenant_id(exchange, with_key=False)
 
 
 def _parse_integer_header(exchange: Exchange, name: str) -> int | None:

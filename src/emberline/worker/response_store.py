@@ -1,7 +1,8 @@
 """ResponseStore: the responses of the Responses API in an SQLite file, for later requests that refer to them.
 
 A response belongs to the tenant (API key) that requested it. When the file's content exceeds the size limit, the oldest
-responses are deleted. Several workers on one machine may share a file.
+responses of the tenant with the most bytes are deleted. So a tenant never loses responses because of other tenants as
+long as its own fit into an equal share of the limit. Several workers on one machine may share a file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ CREATE TABLE IF NOT EXISTS responses (
     id TEXT NOT NULL, tenant TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL,
     body BLOB NOT NULL, input BLOB NOT NULL, PRIMARY KEY (tenant, id)
 );
-CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS responses_by_tenant ON responses (tenant, created, size);
+DROP INDEX IF EXISTS responses_by_age;
+"""
+_DELETE_OLDEST_OF_LARGEST_TENANT = """
+DELETE FROM responses WHERE rowid = (
+    SELECT rowid FROM responses WHERE tenant = (
+        SELECT tenant FROM responses GROUP BY tenant ORDER BY sum(size) DESC, tenant LIMIT 1
+    ) ORDER BY created, rowid LIMIT 1
+) RETURNING size
 """
 
 
@@ -78,9 +87,10 @@ class ResponseStore:
                   (body["id"], tenant, time.time(), size, *encoded))  # fmt: skip
         ((total,),) = self._execute("SELECT coalesce(sum(size), 0) FROM responses")
         while total > self._max_bytes:
-            ((id_, owner, freed),) = self._execute("SELECT id, tenant, size FROM responses ORDER BY created LIMIT 1")
-            self._execute("DELETE FROM responses WHERE id = ? AND tenant = ?", (id_, owner))
-            total -= freed
+            deleted = self._execute(_DELETE_OLDEST_OF_LARGEST_TENANT)
+            if not deleted:
+                break  # another worker deleted the responses
+            total -= deleted[0][0]
 
     def get(self, tenant: str, id_: str) -> StoredResponse | None:
         for body, input_ in self._execute(

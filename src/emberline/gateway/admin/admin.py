@@ -48,7 +48,6 @@ _ADMIN_PATH = re.compile(r"/admin/|/accounts/[^/]+/ai-gateway(/|$)")  # other pa
 
 class AdminAPI:
     def __init__(self, context: AdminContext, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
-        self._logs = LogEndpoints(context)
         self._endpoints = [
             AdminEndpoint("GET", "/admin/openapi.json", "This document", self._build_openapi_document),
             *gateways.gateway_endpoints(context),
@@ -57,7 +56,7 @@ class AdminAPI:
             *ProviderKeyEndpoints(context).endpoints(),
             *CatalogueEndpoints(context, catalogue or CatalogueFiles()).endpoints(),
             *RouteEndpoints(context).endpoints(),
-            *self._logs.endpoints(),
+            *LogEndpoints(context).endpoints(),
             *AuditEndpoints(context).endpoints(),
             *CloudflareEndpoints(context).endpoints(),
             *CloudflareRouteEndpoints(context).endpoints(),
@@ -122,8 +121,9 @@ class AdminAPI:
 
         Raise EmberlineError at once if the request is invalid or forbidden.
         """
-        _, request = self._read_request(method, path, query, b"", identity)
-        return self._logs.export_lines(request)
+        endpoint, request = self._read_request(method, path, query, b"", identity)
+        assert endpoint.lines is not None
+        return endpoint.lines(request)
 
     def _read_request(
         self, method: str, path: str, query: str, body: bytes, identity: Identity

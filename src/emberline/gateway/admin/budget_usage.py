@@ -1,8 +1,8 @@
 """BudgetUsageEndpoints: how much of each budget is used now, as counted by the limiter.
 
 Every gateway has its own count of a budget. A budget with `split` has a separate count for each value of the split
-attribute, for example for each user. The limiter cannot list these values, so they are taken from the newest log
-records.
+attribute, for example for each user. The limiter cannot list these values. For one attribute that rollups have, they
+are the values with the highest cost in the budget's window; for other attributes, those of the newest records there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from emberline.gateway.core.settings import GatewaySettings
 from emberline.gateway.limits.base import BucketUsage
 from emberline.gateway.limits.rule import Claim, LimitRule, LimitUnit
 from emberline.gateway.store.filters import LogFilters
+from emberline.gateway.store.rollup import DIMENSION_UNITS, OTHER_USERS, UNIT_MS, Dimension, RollupQuery
 
-RECENT_RECORDS = 300  # searched for values of `split`
-MAX_SPLIT_VALUES = 50  # per rule
+MAX_SCANNED_RECORDS, SCAN_TIMEOUT_S = 10_000, 0.5  # searched for values of `split`, for each rule
+MAX_SPLIT_VALUES = 100  # per rule
+_ROLLUP_DIMENSIONS: dict[str, Dimension] = {"key": "key", "user": "user", "model": "model", "provider": "provider"}
 
 
 class BudgetUsageView(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,16 +55,10 @@ class BudgetUsageEndpoints:
         """Return the usage of all budgets, sorted by the used share, highest first."""
         now, only_gateway = self._context.now_ms(), request.query.get("gateway", "")
         rules = {gateway: rules for gateway, rules in (await self._rules_by_gateway(request.account)).items() if rules}
-        has_split = any(rule.split for of_gateway in rules.values() for rule in of_gateway)
-        filters = LogFilters(request.account, only_gateway)
-        recent = await self._context.store.read_page(filters, limit=RECENT_RECORDS) if has_split else None
         views: list[BudgetUsageView] = []
         for gateway, of_gateway in rules.items():
             if only_gateway in ("", gateway):
-                records = [each for each in recent.records if each.gateway == gateway] if recent is not None else []
-                views += await self._build_budget_views(
-                    f"{request.account}/{gateway}", gateway, of_gateway, records, now
-                )
+                views += await self._build_budget_views(request.account, gateway, of_gateway, now)
         return Listing(sorted(views, key=lambda view: view.used / max(1, view.limit), reverse=True))
 
     async def _rules_by_gateway(self, account: str) -> dict[str, list[LimitRule]]:
@@ -79,18 +75,41 @@ class BudgetUsageEndpoints:
         }
 
     async def _build_budget_views(
-        self, full_name: str, gateway: str, rules: Iterable[LimitRule], records: Sequence[LogRecord], now: int
+        self, account: str, gateway: str, rules: Iterable[LimitRule], now: int
     ) -> list[BudgetUsageView]:
-        """Return the usage of one gateway's budgets. `full_name` is ACCOUNT/GATEWAY, the name that limits use."""
+        """Return the usage of one gateway's budgets."""
+        full_name = f"{account}/{gateway}"  # as limits name it
         claims: list[Claim] = []
         splits: list[dict[str, str]] = []
         for rule in rules:
-            for split in _split_combinations(rule, full_name, records):
+            for split in await self._list_splits(account, gateway, rule, now):
                 claims.append(rule.make_claim({**split, "gateway": full_name}, 0))
                 splits.append(split)
         spent = await self._context.limiter.read_bucket_usage(claims, now / 1e3) if claims else []
         views = [_build_budget_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
         return [view for view in views if view.used or not view.split]
+
+    async def _list_splits(self, account: str, gateway: str, rule: LimitRule, now: int) -> list[dict[str, str]]:
+        """Return the combinations of split attribute values that may have used the budget; [{}] without `split`."""
+        if not rule.split:
+            return [{}]
+        since = rule.make_claim({}, 0).window.usage_start_ms(now)
+        if len(rule.split) == 1 and (dimension := _ROLLUP_DIMENSIONS.get(rule.split[0])) is not None:
+            unit = DIMENSION_UNITS[dimension][0]
+            if since % UNIT_MS[unit] == 0:  # otherwise the cells also contain the time before the window
+                query = RollupQuery(
+                    account, unit, since, now + 1, gateway, dimension, over_time=False, limit=MAX_SPLIT_VALUES
+                )
+                cells = await self._context.store.read_rollups(query)
+                values = dict.fromkeys(_attribute_value(dimension, cell.value) for cell in cells)
+                return [{rule.split[0]: value} for value in (*values, "") if value != OTHER_USERS]
+        filters = LogFilters(account, gateway, since=since)
+        page = await self._context.store.read_page(filters, limit=MAX_SCANNED_RECORDS, timeout_s=SCAN_TIMEOUT_S)
+        return _split_combinations(rule, f"{account}/{gateway}", page.records)
+
+
+def _attribute_value(dimension: Dimension, cell_value: str) -> str:
+    return cell_value.partition("/")[2] if dimension == "model" else cell_value  # PROVIDER/MODEL
 
 
 def _budget_rules_for_gateway(budgets: Iterable[AccountBudget], gateway: str) -> list[LimitRule]:
@@ -100,10 +119,8 @@ def _budget_rules_for_gateway(budgets: Iterable[AccountBudget], gateway: str) ->
 def _split_combinations(rule: LimitRule, full_name: str, records: Sequence[LogRecord]) -> list[dict[str, str]]:
     """Return the distinct combinations of split attribute values in the records, newest first.
 
-    The attributes are those that the rule's `split` names. Return [{}] for a rule without `split`.
+    The attributes are those that the rule's `split` names.
     """
-    if not rule.split:
-        return [{}]
     found: dict[tuple[str, ...], None] = {}
     for record in records:
         attributes = _record_attributes(record, full_name)

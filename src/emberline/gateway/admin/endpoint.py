@@ -6,7 +6,7 @@ The OpenAPI document is generated from all endpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.admin_request import AdminRequest
 
 EndpointHandler = Callable[[AdminRequest], Awaitable[Any]]
+LineSource = Callable[[AdminRequest], AsyncIterator[bytes]]  # raises at once if the request is invalid
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class AdminEndpoint:
     query: tuple[str, ...] = ()  # allowed query parameters; NAME*: all with this prefix
     status: int = 200
     uses_cloudflare_envelope: bool = False
-    is_export: bool = False  # the reply is JSON lines: see AdminAPI.export
+    lines: LineSource | None = None  # the reply is JSON lines: see AdminAPI.export
 
     @cached_property
     def _path_pattern(self) -> re.Pattern[str]:
@@ -51,6 +52,10 @@ class AdminEndpoint:
             raise InvalidRequest(
                 f"the path {path[:200]!r} is not valid UTF-8 after percent-decoding", hint="encode the path as UTF-8"
             ) from e
+
+    @property
+    def is_export(self) -> bool:
+        return self.lines is not None
 
     @property
     def path_parameters(self) -> list[str]:

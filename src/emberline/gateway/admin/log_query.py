@@ -22,7 +22,7 @@ from emberline.gateway.store.filters import ContainsFilter, ExcludeFilter, LogFi
 _TEXTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error",
           "request_content_type", "response_content_type")  # fmt: skip
 _LISTS = (*_TEXTS, "id")
-_SEARCHED = ("provider", "model", "path", "error", "user", "event_id", "session_id")
+_SEARCHED = ("provider", "model", "path", "error", "message", "user", "event_id", "session_id")
 _FLAGS = ("success", "cached", "rescued")
 _RANGES = {  # name in a query -> field of LogFilters
     "cost": "micros",

@@ -5,13 +5,15 @@ A rollup is a sum over many log records.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from emberline.core.errors import InvalidRequest, NotFound
+from emberline.core.errors import InvalidRequest, NotFound, Overloaded
 from emberline.gateway.admin import log_query
 from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.admin.admin_request import AdminRequest
@@ -28,6 +30,7 @@ from emberline.gateway.store.rollup import (
     HISTOGRAM_DIMENSIONS,
     SUMS,
     UNIT_MS,
+    Dimension,
     RollupCell,
     RollupQuery,
 )
@@ -35,6 +38,19 @@ from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 MAX_ERASED_RECORDS, ERASE_TIMEOUT_S = 1000, 2.0
 EXPORT_PAGE_RECORDS = 500
+MAX_TAILS = 20  # open at the same time in this process
+TAIL_POLL_INTERVAL_S, TAIL_POLLS, TAIL_KEEPALIVE_POLLS = 1.0, 3600, 15
+TAIL_WINDOW_MS = UNIT_MS["hour"]  # how long a request may take and still appear
+MAX_TAIL_RECORDS = 500  # compared each time
+MAX_FILTER_VALUES = 200  # of each filter
+FILTER_DIMENSIONS: dict[str, Dimension] = {
+    "provider": "provider",
+    "model": "model",
+    "status": "status",
+    "error": "error",
+    "key_id": "key",
+    "user": "user",
+}
 EXPORT_PAGE_TIMEOUT_S = 5.0
 MAX_ROLLUP_CELLS = 50_000
 MAX_SORTED_RECORDS, SORT_TIMEOUT_S = 10_000, 2.0
@@ -66,9 +82,27 @@ class EraseResult(msgspec.Struct, frozen=True):
     has_more: bool  # more records match: send the request again
 
 
+class FilterValue(msgspec.Struct, frozen=True):
+    value: str
+    requests: int
+
+
+class FilterValuesView(msgspec.Struct, frozen=True):
+    """The values of each filter in the given time, most requests first."""
+
+    provider: list[FilterValue]
+    model: list[FilterValue]
+    status: list[FilterValue]
+    error: list[FilterValue]
+    key_id: list[FilterValue]
+    user: list[FilterValue]
+
+
 class LogEndpoints:
-    def __init__(self, context: AdminContext) -> None:
+    def __init__(self, context: AdminContext, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._context = context
+        self._sleep = sleep
+        self._open_tails = 0
 
     def endpoints(self) -> list[AdminEndpoint]:
         many = "/admin/accounts/{account}/logs"
@@ -93,7 +127,23 @@ class LogEndpoints:
                 "Export records that match the filters as JSON lines",
                 self.reject_json_reply,
                 query=query,
-                is_export=True,
+                lines=self.export_lines,
+            ),
+            AdminEndpoint(
+                "GET",
+                many + "/tail",
+                "Stream new records that match the filters as JSON lines, for an hour",
+                self.reject_json_reply,
+                query=query,
+                lines=self.tail_lines,
+            ),
+            AdminEndpoint(
+                "GET",
+                many + "/values",
+                "List the values of filters with the most requests",
+                self.list_filter_values,
+                reply=FilterValuesView,
+                query=("gateway", "since", "until"),
             ),
             AdminEndpoint("GET", one, "Get a log record", self.get),
             AdminEndpoint("PATCH", one, "Add feedback to a log record", self.patch, FeedbackSpec),
@@ -187,6 +237,60 @@ class LogEndpoints:
             if not page.has_more:
                 return
             before = page.cursor
+
+    def tail_lines(self, request: AdminRequest) -> AsyncIterator[bytes]:
+        """Return the matching log records that are written from now on, as JSON lines, oldest first.
+
+        An empty line is sent every few seconds, so that a client that has left is noticed. Raise Overloaded or
+        InvalidRequest at once.
+        """
+        if self._open_tails >= MAX_TAILS:
+            raise Overloaded(
+                f"{MAX_TAILS} streams of new log records are open, the highest allowed number",
+                retry_after=10,
+                hint="close one of them, or poll /logs",
+            )
+        return self._read_new_lines(log_query.parse_filters(request, request.query.get("gateway", "")))
+
+    async def _read_new_lines(self, filters: LogFilters) -> AsyncIterator[bytes]:
+        """Compare the newest records with those of the last time.
+
+        A record's id has the time at which its request began, so a record can be older than those that were sent.
+        """
+        self._open_tails += 1
+        try:
+            known = {record.id for record in await self._read_newest(filters)}
+            for poll in range(1, TAIL_POLLS + 1):
+                await self._sleep(TAIL_POLL_INTERVAL_S)
+                newest = await self._read_newest(filters)
+                added = [record for record in reversed(newest) if record.id not in known]
+                known = {record.id for record in newest}
+                if added:
+                    yield b"".join(msgspec.json.encode(build_record_view(each)) + b"\n" for each in added)
+                elif poll % TAIL_KEEPALIVE_POLLS == 0:
+                    yield b"\n"
+        finally:
+            self._open_tails -= 1
+
+    async def _read_newest(self, filters: LogFilters) -> Sequence[LogRecord]:
+        since = max(filters.since or 0, self._context.now_ms() - TAIL_WINDOW_MS)
+        return (await self._context.store.read_page(replace(filters, since=since), limit=MAX_TAIL_RECORDS)).records
+
+    async def list_filter_values(self, request: AdminRequest) -> FilterValuesView:
+        query = self._parse_rollup_query(request)
+        found = {}
+        for name, dimension in FILTER_DIMENSIONS.items():
+            unit = DIMENSION_UNITS[dimension][-1]
+            cells = await self._context.store.read_rollups(
+                replace(query, dimension=dimension, unit=unit, over_time=False, limit=MAX_FILTER_VALUES)
+            )
+            requests = SUMS.index("requests")
+            values: dict[str, int] = {}
+            for cell in cells:
+                value = cell.value.partition("/")[2] if dimension == "model" else cell.value  # PROVIDER/MODEL
+                values[value] = values.get(value, 0) + cell.counts[requests]
+            found[name] = [FilterValue(v, n) for v, n in sorted(values.items(), key=lambda each: -each[1])]
+        return FilterValuesView(**found)
 
     async def reject_json_reply(self, request: AdminRequest) -> None:
         raise AssertionError("AdminAPI.handle was called for an export, which only AdminAPI.export can answer")

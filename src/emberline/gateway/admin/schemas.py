@@ -30,7 +30,7 @@ class KeySpec(StrictStruct, frozen=True, kw_only=True):
     name: Label
     kind: Literal["token", "virtual"] = "virtual"
     user: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    scopes: Annotated[tuple[KeyScope, ...], msgspec.Meta(min_length=1, max_length=2)] = ("use",)
+    scopes: Annotated[tuple[KeyScope, ...], msgspec.Meta(min_length=1, max_length=3)] = ("use",)
     gateways: Patterns = ALLOW_ALL
     allowed_models: Patterns = ALLOW_ALL
     allowed_providers: Patterns = ALLOW_ALL

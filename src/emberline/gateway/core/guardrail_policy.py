@@ -48,10 +48,10 @@ ShortName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class PatternRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: ShortName
-    find: Annotated[tuple[PatternKind, ...], msgspec.Meta(min_length=1)]
-    on: AppliesTo = "both"
-    action: Action = "flag"
+    name: ShortName  # shown in errors, logs and metrics
+    find: Annotated[tuple[PatternKind, ...], msgspec.Meta(min_length=1)]  # kinds of data
+    on: AppliesTo = "both"  # prompt, reply or both
+    action: Action = "flag"  # flag, redact or block
 
     def applies_to(self, side: Literal["prompt", "reply"]) -> bool:
         return self.on in ("both", side)
@@ -60,11 +60,11 @@ class PatternRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A moderation model. It answers "safe", or "unsafe" and on the next line the violated categories."""
 
-    name: ShortName
-    provider: ShortName
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    name: ShortName  # shown in errors, logs and metrics
+    provider: ShortName  # of the moderation model
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # the moderation model
     prompt: dict[str, JudgeAction] = {}  # category -> action for a prompt in it
-    reply: dict[str, JudgeAction] = {}
+    reply: dict[str, JudgeAction] = {}  # category -> action for a reply in it
     instructions: Annotated[str, msgspec.Meta(max_length=16_384)] | None = None  # replaces the built-in instructions
     seconds: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0  # timeout for one text
 

@@ -27,6 +27,7 @@ class Identity:
     metadata: Mapping[str, str] = field(default_factory=dict)  # added to every request of this key
     is_admin: bool = False  # may use the management API
     can_use_models: bool = True  # may use models
+    may_state_cost: bool = False  # the header cf-aig-custom-cost of its requests replaces the known price
     account: str = "*"  # pattern of account names
     gateways: tuple[str, ...] = ALLOW_ALL  # patterns of gateway names
     limits: tuple[str, ...] = ()  # names of rules that apply to this key in addition to the gateway's

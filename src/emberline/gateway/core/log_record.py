@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Literal
@@ -15,11 +14,6 @@ EndState = Literal["complete", "cut", "error", "left"]
 MetadataValue = str | int | float | bool
 
 
-def new_record_id(time_ms: int) -> str:
-    """Return a new record id in hex, with 48 bits of time and 80 random bits."""
-    return f"{time_ms:012x}{os.urandom(10).hex()}"
-
-
 def parse_created_ms(record_id: str) -> int:
     """Return the creation time contained in a record id, in milliseconds since 1970."""
     return int(record_id[:12], 16)
@@ -30,7 +24,7 @@ def utc_day(time_ms: int) -> date:
 
 
 class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
-    id: str  # of new_record_id; has the time of creation
+    id: str  # of RequestIDGenerator; 32 hexadecimal digits that begin with the time
     account: str
     gateway: str
     provider: str
@@ -52,6 +46,7 @@ class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
     duration_ms: int = 0
     first_byte_ms: int | None = None
     error: str = ""  # error code
+    message: str = ""  # error message, of the provider if it rejected the request
     key_id: str = ""
     user: str = ""
     metadata: Mapping[str, MetadataValue] = {}

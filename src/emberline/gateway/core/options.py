@@ -19,9 +19,11 @@ from emberline.gateway.core.cost import Price
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 MAX_CACHE_TTL_S = 31 * 86_400
+GATEWAY_ID_HEADER = "cf-aig-gateway-id"
 BACKOFFS = ("constant", "linear", "exponential")
 MAX_METADATA_ENTRIES = 5
 MAX_OPTION_CHARS = 512
+MAX_STATED_COST_DOLLARS = 1_000_000  # of a request, and of a token
 
 Metadata: TypeAlias = dict[str, str | int | float | bool]
 
@@ -39,31 +41,31 @@ class CustomCost:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    gateway_id: str | None = None
+    gateway_id: str | None = None  # gateway to use, on paths that name none
     cache_ttl: int | None = None  # seconds; 0: off
-    skip_cache: bool | None = None
-    cache_key: str | None = None
-    collect_log: bool | None = None
-    collect_payload: bool | None = None
-    metadata: Metadata | None = None
-    custom_cost: CustomCost | None = None
+    skip_cache: bool | None = None  # neither read nor write the cache
+    cache_key: str | None = None  # cache key, instead of the body
+    collect_log: bool | None = None  # write a log record
+    collect_payload: bool | None = None  # store the bodies with the log record
+    metadata: Metadata | None = None  # JSON object of at most 5 texts, numbers or booleans, for logs, limits and routes
+    custom_cost: CustomCost | None = None  # cost of the request; the key needs the scope cost
     request_timeout: float | None = None  # seconds to the first content of a reply
     timeout_configured: bool | None = None  # `request_timeout` is set by a route or a judge, not by the client
-    max_attempts: int | None = None
+    max_attempts: int | None = None  # at one provider, including the first
     retry_delay: float | None = None  # seconds
-    backoff: str | None = None
+    backoff: str | None = None  # constant, linear or exponential
     continuation: bool | None = None  # the next step continues a stream that breaks off
-    byok_alias: str | None = None
-    event_id: str | None = None
-    zdr: bool | None = None
+    byok_alias: str | None = None  # alias of the stored provider key to use
+    event_id: str | None = None  # id of your own, which the log record has too
+    zdr: bool | None = None  # zero data retention: bodies are not stored
     no_wholesale: bool | None = None  # accepted and ignored: this gateway never resells providers' tokens
-    otel_trace_id: str | None = None
-    otel_parent_span_id: str | None = None
-    session_id: str | None = None
-    turn_id: str | None = None
-    no_session_affinity: bool | None = None
-    allowed_models: tuple[str, ...] | None = None
-    allowed_providers: tuple[str, ...] | None = None
+    otel_trace_id: str | None = None  # trace of the parent span, 32 hexadecimal digits
+    otel_parent_span_id: str | None = None  # parent span, 16 hexadecimal digits
+    session_id: str | None = None  # conversation, for log searches and for staying with one provider of a pool
+    turn_id: str | None = None  # turn of a conversation, for log searches
+    no_session_affinity: bool | None = None  # the session need not stay with one provider
+    allowed_models: tuple[str, ...] | None = None  # patterns of models that this request may use
+    allowed_providers: tuple[str, ...] | None = None  # patterns of providers that this request may use
 
     @staticmethod
     def from_headers(headers: Mapping[str, str]) -> RequestOptions:
@@ -192,12 +194,15 @@ def _read_scaled_dollars(value: object, decimal_places: int) -> int:
     Decimal arithmetic is used because floats are inexact.
     """
     try:
-        scaled = Decimal(str(value)).scaleb(decimal_places)
-        if isinstance(value, bool) or not scaled.is_finite() or not 0 <= scaled < 10**18:
-            raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}")
+        dollars = Decimal(str(value))
+        is_valid = not isinstance(value, bool) and dollars.is_finite() and 0 <= dollars <= MAX_STATED_COST_DOLLARS
     except InvalidOperation:
-        raise ValueError(f"a cost must be a number of dollars of at least 0, not {str(value)[:40]!r}") from None
-    return int(scaled.to_integral_value("ROUND_HALF_UP"))
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            f"a cost must be a number of dollars from 0 to {MAX_STATED_COST_DOLLARS}, not {str(value)[:40]!r}"
+        )
+    return int(dollars.scaleb(decimal_places).to_integral_value("ROUND_HALF_UP"))
 
 
 def _read_json_object(text: str) -> dict[str, Any]:
@@ -215,7 +220,7 @@ def _read_json_object(text: str) -> dict[str, Any]:
 
 
 _HEADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "cf-aig-gateway-id": ("gateway_id", _read_text),
+    GATEWAY_ID_HEADER: ("gateway_id", _read_text),
     "cf-cache-ttl": (
         "cache_ttl",
         _read_ttl_ms,

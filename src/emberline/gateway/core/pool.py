@@ -22,10 +22,10 @@ SelectionPolicy = Literal["weighted", "fastest", "cheapest"]
 
 
 class PoolMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    provider: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    provider: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # name of the provider
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # name of the model at this provider
     key: Annotated[str, msgspec.Meta(max_length=64)] = ""  # alias of a stored provider key; "": the default key
-    weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0  # share of the requests, with choose = "weighted"
 
     @property
     def member_key(self) -> tuple[str, str, str]:
@@ -33,8 +33,8 @@ class PoolMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ModelPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    members: Annotated[tuple[PoolMember, ...], msgspec.Meta(min_length=1, max_length=20)]
-    choose: SelectionPolicy = "weighted"
+    members: Annotated[tuple[PoolMember, ...], msgspec.Meta(min_length=1, max_length=20)]  # see pools.NAME.members
+    choose: SelectionPolicy = "weighted"  # weighted, fastest or cheapest
     hedge: bool = False  # call a second member when the first takes longer than its 95th percentile
 
     def __post_init__(self) -> None:

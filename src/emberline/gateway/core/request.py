@@ -184,6 +184,7 @@ class GatewayReply(msgspec.Struct):
     ended: str = ""  # "": still open; "complete", "cut" (broke off), "error", "left" (the client disconnected)
     estimated: bool = False  # the gateway counted `usage` itself
     error: str = ""  # error code
+    error_message: str = ""  # for the log: one line, without keys
     continued_by: str = ""  # provider that continued the stream after it broke off
     first_byte_s: float | None = None  # time from arrival to the first content
     send_timeout_s: float = 60.0  # time the client has to read the reply

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, Unauthorized
 from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.core.cost import Price
 from emberline.gateway.core.guardrail_policy import Guardrails
+from emberline.gateway.core.identity import Identity
 from emberline.gateway.core.pool import ModelPool
 
 Backoff = Literal["constant", "linear", "exponential"]
@@ -23,7 +24,7 @@ CacheScope = Literal["gateway", "key", "user"]
 class RetrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: int = 2  # at one provider, including the first
     delay: float = 0.2  # seconds before the second attempt
-    backoff: Backoff = "exponential"
+    backoff: Backoff = "exponential"  # of the delays: constant, linear or exponential
 
     def __post_init__(self) -> None:
         if not 1 <= self.attempts <= 5:
@@ -52,22 +53,22 @@ class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    collect: bool = True
-    payloads: bool = True
-    days: int = 30  # that records are kept
+    collect: bool = True  # write a log record for each request
+    payloads: bool = True  # store the bodies of requests and replies with the records
+    days: int = 30  # for which records are kept
 
 
 class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one provider: a known one, named by its slug, or a custom one (`custom-...`) at any URL."""
 
-    base_url: str | None = None  # None: the provider's default
+    base_url: str | None = None  # URL of the provider's API; not set: the provider's default
     key: str | None = None  # the provider's key; `key_env` or a stored key keep it out of the file
     key_env: str | None = None  # environment variable with the key
     key_file: str | None = None  # for example a service account's JSON, or `gcloud auth application-default`'s file
-    speaks: tuple[str, ...] | None = None  # dialects; None: the provider's default
+    speaks: tuple[str, ...] | None = None  # wire formats: openai-chat, anthropic, ...; not set: the provider's default
     headers: dict[str, str] = {}  # sent with every request
     prefill: AssistantPrefill | None = None  # how its chat continues an assistant message; None: the provider's default
-    enabled: bool = True
+    enabled: bool = True  # false: requests to this provider are rejected
     public: bool = False  # its address must be public, unless the operator allows private addresses
 
 
@@ -77,8 +78,8 @@ class FallbackRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `model` is a name, a prefix that ends with `*`, or `*` for every model.
     """
 
-    model: str
-    to: tuple[str, ...]  # "provider/model"
+    model: str  # a name, a prefix that ends with *, or *
+    to: tuple[str, ...]  # names "provider/model", tried in this order
 
     def __post_init__(self) -> None:
         if invalid := [target for target in self.to if not all(target.partition("/"))]:
@@ -99,7 +100,7 @@ class SemanticCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     from the real reply.
     """
 
-    mode: Literal["off", "shadow", "on"] = "off"
+    mode: Literal["off", "shadow", "on"] = "off"  # shadow: only compare the cached reply with the real one
     threshold: float = 0.95  # cosine similarity of the two prompts
 
     def __post_init__(self) -> None:
@@ -110,33 +111,41 @@ class SemanticCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    account: str = "default"
-    gateway: str = "default"
-    version: int = 0
+    account: str = "default"  # set by the gateway
+    gateway: str = "default"  # set by the gateway
+    version: int = 0  # set by the gateway: grows with each change
     authentication: bool = False  # a gateway token or virtual key is required
     default_provider: str = "emberline"  # on plain paths, for a model without a provider in its name
     models: dict[str, str] = {}  # aliases: "fast" -> "groq/llama-3.3-70b"
-    providers: dict[str, ProviderSettings] = {}
-    allowed_providers: tuple[str, ...] = ("*",)
-    allowed_models: tuple[str, ...] = ("*",)
-    retries: RetrySettings = RetrySettings()
-    timeouts: TimeoutSettings = TimeoutSettings()
-    breaker: BreakerSettings = BreakerSettings()
-    fallbacks: tuple[FallbackRule, ...] = ()
+    providers: dict[str, ProviderSettings] = {}  # by name
+    allowed_providers: tuple[str, ...] = ("*",)  # patterns of providers that requests may use
+    allowed_models: tuple[str, ...] = ("*",)  # patterns of models, as MODEL or PROVIDER/MODEL
+    retries: RetrySettings = RetrySettings()  # see retries
+    timeouts: TimeoutSettings = TimeoutSettings()  # see timeouts
+    breaker: BreakerSettings = BreakerSettings()  # see breaker
+    fallbacks: tuple[FallbackRule, ...] = ()  # see fallbacks
     continuation: bool = False  # the next step continues a stream that breaks off
     cache_ttl: int = 0  # seconds; 0: off
     cache_invalidate_on_update: bool = False  # a change of these settings invalidates the cache
     cache_scope: CacheScope = "gateway"  # cached replies are shared by the whole gateway, per key, or per user
-    semantic: SemanticCacheSettings = SemanticCacheSettings()
-    limits: tuple[dict[str, Any], ...] = ()  # rules over requests and tokens, as gateway/limits reads them
-    budgets: tuple[dict[str, Any], ...] = ()  # rules over cost
-    guardrails: Guardrails = Guardrails()
+    semantic: SemanticCacheSettings = SemanticCacheSettings()  # see semantic
+    limits: tuple[dict[str, Any], ...] = ()  # rules over requests and tokens, see limits
+    budgets: tuple[dict[str, Any], ...] = ()  # rules over cost, see limits
+    guardrails: Guardrails = Guardrails()  # see guardrails
     pools: dict[str, ModelPool] = {}  # model name -> providers among which its load is balanced
     routes: dict[str, Any] = {}  # name -> deployed graph
     prices: dict[str, Price] = {}  # "provider/model" -> price that overrides the catalogue's
-    logs: LogSettings = LogSettings()
+    logs: LogSettings = LogSettings()  # see logs
     zdr: bool = False  # zero data retention: prompts and replies are not stored
     metadata: dict[str, str] = {}  # added to every request
+
+    def check_caller(self, identity: Identity) -> None:
+        """Raise Unauthorized if this gateway requires a key and the caller has none."""
+        if self.authentication and identity.kind == "anonymous":
+            raise Unauthorized(
+                f"gateway {self.gateway[:80]!r} requires a key, and the request has none that is valid",
+                hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
+            )
 
     @staticmethod
     def parse(data: object) -> GatewaySettings:
@@ -145,5 +154,5 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             return msgspec.convert(data, GatewaySettings)
         except msgspec.ValidationError as e:
             raise InvalidRequest(
-                f"the gateway's settings are invalid: {e}", hint="docs/gateway.md lists all settings"
+                f"the gateway's settings are invalid: {e}", hint="docs/gateway-settings.md lists all settings"
             ) from e

@@ -49,19 +49,10 @@ def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) 
 def compute_charge(request: GatewayRequest, usage: Usage | None, price: Price | None) -> int | None:
     """Return the cost of a request in micro-dollars, or None if it is unknown.
 
-    A cost that the client states (`custom_cost`) replaces the cost computed from `price`. There is one exception: if
-    the gateway has budgets and the caller has no gateway token, the higher of the two costs counts. Virtual keys are
-    given to third parties, which could otherwise evade their budget by stating a low cost.
+    A cost that the client states (`custom_cost`) replaces the cost computed from `price`. The permissions layer has
+    checked that the caller's key may state costs.
     """
-    known = compute_cost(usage, price) if usage is not None else None
     custom = request.options.custom_cost
     if custom is None:
-        return known
-    claimed = custom.micros if custom.micros is not None or usage is None else compute_cost(usage, custom.price)
-    if claimed is None or known is None or request.identity.kind == "token" or not _has_budget(request.settings):
-        return claimed
-    return max(claimed, known)
-
-
-def _has_budget(settings: GatewaySettings) -> bool:
-    return bool(settings.budgets) or any(rule.get("amount") == "micros" for rule in settings.limits)
+        return compute_cost(usage, price) if usage is not None else None
+    return custom.micros if custom.micros is not None or usage is None else compute_cost(usage, custom.price)

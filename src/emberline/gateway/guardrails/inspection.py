@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import msgspec
 
@@ -65,11 +65,11 @@ class Inspector:
         return changed
 
     def _redact_within_text(self, text: JsonText) -> bool:
-        original = text.container[text.key]  # matches across parts are redacted already
+        original = text.current  # matches across parts are redacted already
         new = redact_text(original, self._record_findings(self._scanner.find_matches(original)))
         if new == original:
             return False
-        text.container[text.key] = new
+        text.replace(new)
         return True
 
     def _redact_across_parts(self, parts: list[JsonText]) -> bool:
@@ -79,7 +79,7 @@ class Inspector:
         """
         changed = False
         for separator in ("", "\n"):
-            seams = JoinedTextEnds([part.container[part.key] for part in parts], separator)
+            seams = JoinedTextEnds([part.current for part in parts], separator)
             matches = [
                 match
                 for match in self._scanner.find_matches(seams.text)
@@ -87,7 +87,8 @@ class Inspector:
             ]
             self._record_findings(matches)
             for number, new in seams.redact_texts(matches):
-                parts[number].container[parts[number].key], changed = new, True
+                parts[number].replace(new)
+                changed = True
         return changed
 
     def _record_findings(self, matches: list[PatternMatch]) -> list[PatternMatch]:
@@ -189,6 +190,14 @@ def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list
     )
     changed = inspector.redact_texts(JsonText(pair, i, pair[i], (number, i)) for number, pair, i in texts)
     return urlencode([(name, value) for name, value in pairs]) if changed else query, inspector.findings
+
+
+def inspect_path(path: str, rules: tuple[PatternRule, ...]) -> tuple[str, list[GuardrailFinding]]:
+    """Apply the rules to the path of a URL. Return the path, redacted if a rule matched, and the findings."""
+    inspector = Inspector(rules, "REQUEST")
+    holder = [unquote(path)]
+    changed = inspector.redact_texts([JsonText(holder, 0, holder[0], ())])
+    return quote(holder[0], safe="/:@!$&'()*+,;=~") if changed else path, inspector.findings
 
 
 def decompress(body: bytes, content_encoding: str) -> bytes:

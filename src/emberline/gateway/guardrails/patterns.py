@@ -29,8 +29,8 @@ MIN_PHONE_DIGITS, MAX_PHONE_DIGITS = 8, 15
 _TWO_DIGITS = re.compile(r"[0-9]{2,}")
 _THREE_DIGITS = re.compile(r"[0-9]{3,}+")
 _FOUR_DIGITS = re.compile(r"[0-9]{4,}+")
-_PHONE_BEGINS = re.compile(r"\+(?=[1-9])|\((?=[2-9])|1(?=[ .-][(2-9])|[2-9][0-9]{2}(?=[ .-])")
-_OCTET_BEGINS = re.compile(r"[0-9]{1,3}(?=\.[0-9])")
+_PHONE_BEGINS = re.compile(r"\+(?=[1-9])|\((?=[2-9])|1(?=[ ./_-][ (2-9])|[2-9][0-9]{2}(?=[ ./_-])")
+_OCTET_BEGINS = re.compile(r"[0-9]{1,3}(?=\.[0-9]| \. [0-9])")
 _KEY_BEGINS = re.compile(
     r"A[KS]IA|AIza|gh[pousr]_|github_pat_|glpat-|xox[abeoprs]-|[rs]k_(?:live|test)_|SG\.|sk-|pypi-"
     r"|(?:hf|npm|gsk|xai|r8|egt|evk|csk|pplx|nvapi|dop_v1)[_-]"
@@ -66,13 +66,16 @@ def _skip_overlapping_matches(matches: Iterator[re.Match[str]], start: int) -> I
 
 # Card numbers are written in one piece, in the printed groups, or digit by digit. A line may end between groups. Every
 # group of digits is tried as the start, because other digits may stand before the number.
-_SEPARATOR = r"(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t.\-]|[ ]{2}| - )"
+_SEPARATOR = r"(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t]?[.\-/_,][ \t]?|[ \t]|[ ]{2})"
+_NO_LETTER_BEFORE, _NO_LETTER_AFTER = r"(?<![^\W_])", r"(?![^\W_])"  # nor a digit; an underscore may be emphasis
+_CARD_BEGINS = rf"{_NO_LETTER_BEFORE}(?<!(?<![A-Za-z])\.)(?<!(?<!\d)0,)"  # not inside a decimal number
+_CARD_ENDS = rf"{_NO_LETTER_AFTER}(?!\.\d)"
 _GROUPED = re.compile(
-    rf"(?<![\w.])(?<!\d,)(?P<n>\d{{13,19}}|\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}}(?:{_SEPARATOR}\d{{3}})?"
-    rf"|\d{{4}}{_SEPARATOR}\d{{6}}{_SEPARATOR}\d{{4,5}})(?!\w)(?![.,]\d)"
+    rf"{_CARD_BEGINS}(?P<n>\d{{13,19}}|\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}}(?:{_SEPARATOR}\d{{3}})?"
+    rf"|\d{{4}}{_SEPARATOR}\d{{6}}{_SEPARATOR}\d{{4,5}}){_CARD_ENDS}"
 )
-_SIXTEEN = re.compile(rf"(?P<n>\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}})(?!\w)(?![.,]\d)")
-_DIGIT_BY_DIGIT = re.compile(rf"(?<![\w.])\d(?:{_SEPARATOR}\d){{12,}}+(?!\w)(?![.,]\d)")
+_SIXTEEN = re.compile(rf"(?P<n>\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}}){_CARD_ENDS}")
+_DIGIT_BY_DIGIT = re.compile(rf"{_CARD_BEGINS}\d(?:{_SEPARATOR}\d){{12,}}+{_CARD_ENDS}")
 _FOUR_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{_SEPARATOR}\Z")
 _FOUR_AFTER = re.compile(rf"{_SEPARATOR}\d{{4}}(?!\d)")
 MAX_SEPARATOR_CHARS = 4
@@ -123,7 +126,7 @@ def _groups_form_one_number(text: str, start: int, end: int) -> bool:
     """
     between = {each.strip(" ") or " " for each in re.findall(r"\D+", text[start:end])}
     signs = {each for each in between if "\n" not in each and "\r" not in each}
-    if len(signs) > 1:
+    if len(signs) > 1 or (signs == {","} and len(between) > 1):  # lists of numbers on several lines
         return False
     if between <= {" "} or between <= {"-"}:
         return True
@@ -147,8 +150,8 @@ def passes_luhn_check(digits: str) -> bool:
 
 # -- bank accounts -----------------------------------------------------------------------------------------------------
 
-_BETWEEN = r"(?:[ .-]|[ \t]?[\n\r]{1,2})?"
-_IBAN = re.compile(rf"(?<![\w])([A-Z]{{2}})\d{{2}}(?={_BETWEEN}[A-Z0-9])", re.IGNORECASE)
+_BETWEEN = r"(?: ?[./_,-] ?| |[ \t]?[\n\r]{1,2})?"
+_IBAN = re.compile(rf"{_NO_LETTER_BEFORE}([A-Z]{{2}})\d{{2}}(?={_BETWEEN}[A-Z0-9])", re.IGNORECASE)
 _IBAN_COUNTRIES = """
 AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28
 EE20 EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26
@@ -174,7 +177,7 @@ def _find_ibans(text: str, start: int) -> Iterator[TextRange]:
 
 @cache
 def _iban_pattern_of_length(length: int) -> re.Pattern[str]:
-    return re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?:{_BETWEEN}[A-Za-z0-9]){{{length - 4}}}(?!\w)")
+    return re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?:{_BETWEEN}[A-Za-z0-9]){{{length - 4}}}{_NO_LETTER_AFTER}")
 
 
 def iban_remainder(iban: str) -> int:
@@ -185,7 +188,7 @@ def iban_remainder(iban: str) -> int:
 # -- secrets -----------------------------------------------------------------------------------------------------------
 
 _KEY = re.compile(
-    r"(?<![A-Za-z0-9_-])(?:"
+    r"(?<![A-Za-z0-9-])(?:"
     r"(?:AKIA|ASIA)(?P<aws>[A-Z0-9]{16})"
     r"|AIza(?P<google>[A-Za-z0-9_-]{35})"
     r"|gh[pousr]_(?P<github>[A-Za-z0-9]{36,255})|github_pat_(?P<pat>[A-Za-z0-9_]{40,255})"
@@ -196,7 +199,7 @@ _KEY = re.compile(
     r"|(?:hf|npm|gsk|xai|r8|egt|evk|csk|pplx|nvapi|dop_v1)[_-](?P<others>[A-Za-z0-9_-]{30,255})"
     r"|pypi-(?P<pypi>[A-Za-z0-9_-]{50,400})"
     r"|sk-(?:ant-|proj-|svcacct-|or-v1-)?(?P<sk>[A-Za-z0-9_-]{20,255})"
-    r")(?![A-Za-z0-9_-])"
+    r")(?![A-Za-z0-9-])"
 )
 _MIN_ENTROPY_BITS = 3.0  # per character of a random secret; words and placeholders such as xxxx have less
 _PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\.", re.IGNORECASE)
@@ -242,12 +245,20 @@ _EMAIL = re.compile(
     r"(?<![\w.%+-])[A-Za-z0-9_%+-](?:[A-Za-z0-9_.%+-]{0,62}[A-Za-z0-9_%+-])?"
     r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])(?!\.\w)(?!@)"
 )
+# Neither kind has a check digit, so commas, which separate the numbers of a list, are not accepted in them.
+_PHONE_SEPARATOR = r"(?: [./_-] |[ ./_-])"
 _PHONE = re.compile(
-    r"(?<![\w.+-])(?:\+[1-9]\d*+(?:[ .-]?+\(\d{1,4}\)|[ .-]\d++|(?<=\))\d++)*+"
-    r"|(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[ .-]\d{4})(?![\w])(?![.-]\d)"
+    rf"{_NO_LETTER_BEFORE}(?<![.+-])\+[1-9]\d*+"
+    rf"(?:{_PHONE_SEPARATOR}?+\(\d{{1,4}}\)|{_PHONE_SEPARATOR}\d++|(?<=\))\d++)*+{_NO_LETTER_AFTER}(?![.-]\d)"
+    rf"|(?<![\w.+-])(?:1{_PHONE_SEPARATOR})?(?:\([2-9]\d\d\) ?|[2-9]\d\d{_PHONE_SEPARATOR})[2-9]\d\d"
+    rf"{_PHONE_SEPARATOR}\d{{4}}(?!\w)(?![.-]\d)"
 )
+_AREA, _GROUP, _SERIAL = r"(?!000|666|9)\d{3}", r"(?!00)\d\d", r"(?!0000)\d{4}"
+# With slashes or underscores, the number must not be a part of a longer path or name.
 _SSN = re.compile(
-    r"(?<![\w-])(?!000|666|9)\d{3}(?P<s>[- .\n])(?!00)\d\d(?P=s)(?!0000)\d{4}(?![\w-])(?! \d)(?!(?P=s)\d)"
+    rf"{_NO_LETTER_BEFORE}(?<!-){_AREA}(?P<a> [.-] |[- .\n]){_GROUP}(?P=a){_SERIAL}"
+    rf"{_NO_LETTER_AFTER}(?!-)(?! \d)(?!(?P=a)\d)"
+    rf"|(?<![\w/-]){_AREA}(?P<b> [/_] |[/_]){_GROUP}(?P=b){_SERIAL}(?![\w/-])"
 )
 
 
@@ -262,7 +273,7 @@ def _find_phones(text: str, start: int) -> Iterator[TextRange]:
     for found in _skip_overlapping_matches(_iter_matches_at_starts(_PHONE_BEGINS, _PHONE, text, start), start):
         number = found[0]
         while number.startswith("+") and sum(map(str.isdecimal, number)) > MAX_PHONE_DIGITS:
-            number = number.rstrip("0123456789()").rstrip(" .-") if number.strip("+()0123456789") else ""
+            number = number.rstrip("0123456789()").rstrip(" ./_-") if number.strip("+()0123456789") else ""
         if sum(map(str.isdecimal, number)) >= MIN_PHONE_DIGITS:
             yield found.start(), found.start() + len(number)
 
@@ -277,7 +288,7 @@ def _find_ssns(text: str, start: int) -> Iterator[TextRange]:
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_IPV4 = re.compile(rf"(?<![\w.-]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-])(?!\.\d)")
+_IPV4 = re.compile(rf"(?<![\w.-]){_OCTET}(?:(?:\.{_OCTET}){{3}}|(?: \. {_OCTET}){{3}})(?![\w-])(?!\.\d)")
 _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?![\w:])(?!\.\d)")
 
 

@@ -19,11 +19,11 @@ _SEVERITY: dict[Action, int] = {"flag": 0, "redact": 1, "block": 2}
 
 # The end of a text that may become part of a match when the text continues: one word, groups of digits with spaces, an
 # account number in groups, the first line of a private key.
-_WORD = string.ascii_letters + string.digits + "_.,%+@:()-\\"
-_NUMBERS = re.compile(r"(?:[0-9().+,-]{1,40}(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t]{1,2}| - ?))+[^\s]*\Z")
-_ACCOUNT = re.compile(r"(?<!\w)[A-Za-z]{2}\d{2}(?:[ .\t\n\r-]{0,3}[A-Za-z0-9])*+[ .\t\n\r-]{0,3}\Z")
+_WORD = string.ascii_letters + string.digits + "_.,%+@:()/-\\"
+_NUMBERS = re.compile(r"(?:[0-9().+,/_-]{1,40}(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t]{1,2}| - ?))+[^\s]*\Z")
+_ACCOUNT = re.compile(r"(?<!\w)[A-Za-z]{2}\d{2}(?:[ ./_,\t\n\r-]{0,3}[A-Za-z0-9])*+[ ./_,\t\n\r-]{0,3}\Z")
 _FIRST_LINE = re.compile(r"-----B[A-Z0-9 ]{0,60}(?:-{1,5}\s{0,4}[A-Za-z0-9+/=]{0,16})?\Z")
-_MAX_NUMBERS_CHARS, _MAX_ACCOUNT_CHARS, _MAX_FIRST_LINE_CHARS = 96, 120, 160
+_MAX_NUMBERS_CHARS, _MAX_ACCOUNT_CHARS, _MAX_FIRST_LINE_CHARS = 96, 144, 160
 
 
 class PatternMatch(NamedTuple):

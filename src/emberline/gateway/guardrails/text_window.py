@@ -57,7 +57,7 @@ class WindowPiece:
             if start >= at:
                 parts += [text[at:start], label]
             at = max(at, min(len(text), end))
-        self.source.container[self.source.key] = "".join([*parts, text[at:]])
+        self.source.replace("".join([*parts, text[at:]]))
         return True
 
 

@@ -1,6 +1,7 @@
 """JsonText: one text in the JSON of a request, a reply or an event, with its place in the JSON.
 
-Texts in unknown fields are included. Fields with identifiers or binary data are skipped.
+Texts in unknown fields are included, and so are large numbers and the keys of objects. Fields with identifiers or
+binary data are skipped.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ EVENT_POSITION_FIELDS = (
     "index",
 )  # identify the text that an event belongs to
 
+MIN_CARD_NUMBER = 10**12  # smaller numbers have fewer digits than a card
+SEED_PATHS = (("seed",), ("generationConfig", "seed"), ("options", "seed"))  # large, random and not read by a model
+_KEY_NAME = "(key)"  # the last element of the path of an object's key
+_MAY_MATCH = re.compile(r"[\d@]|[^\x00-\x7f]")  # an object's key without any of these contains no sensitive data
+
 _BASE64 = re.compile(r"[A-Za-z0-9+/=_\r\n-]*+")
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,[A-Za-z0-9+/=_\r\n-]*+")  # a string that only begins like one is text
 
@@ -55,8 +61,17 @@ TextPath = tuple[Any, ...]
 class JsonText(NamedTuple):
     container: Any  # the object or list that contains it
     key: Any  # its key or index there
-    text: str
+    text: str  # of a number, its digits
     path: TextPath
+
+    @property
+    def current(self) -> str:
+        """The text as it is now, with the redactions so far."""
+        value = self.container[self.key]
+        return value if isinstance(value, str) else self.text
+
+    def replace(self, new: str) -> None:
+        self.container[self.key] = new
 
     @property
     def is_streamed(self) -> bool:
@@ -96,16 +111,39 @@ class JsonText(NamedTuple):
         return 3 if len(self.path) > 2 and self.path[1] in CHOICE_FIELDS else 1
 
 
+class ObjectKeys:
+    """The keys of a JSON object as a container of texts: setting a text renames the key."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, key: str) -> str:
+        return key
+
+    def __setitem__(self, key: str, new_name: str) -> None:
+        while new_name in self._fields:
+            new_name += "_"
+        renamed = {new_name if name == key else name: value for name, value in self._fields.items()}
+        self._fields.clear()
+        self._fields.update(renamed)
+
+
 def iter_texts(
     value: Any, path: TextPath = (), skipped_fields: frozenset[str] = REPLY_SKIPPED_FIELDS
 ) -> Iterator[JsonText]:
-    """Yield the texts in a JSON value, except those in `skipped_fields` and in binary fields."""
+    """Yield the texts in a JSON value, except those in `skipped_fields` and in binary fields.
+
+    The keys of an object follow its values, so that a key is renamed after its value was replaced.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             if key not in skipped_fields and (
                 key not in BINARY_FIELDS or (isinstance(inner, str) and not _is_base64(inner))
             ):
                 yield from _iter_element_texts(value, key, inner, (*path, key), skipped_fields)
+        for key in value:
+            if _MAY_MATCH.search(key):
+                yield JsonText(ObjectKeys(value), key, key, (*path, key, _KEY_NAME))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _iter_element_texts(value, number, inner, (*path, _element_index(inner, number)), skipped_fields)
@@ -119,6 +157,12 @@ def _iter_element_texts(
             yield JsonText(container, key, element, path)
     elif isinstance(element, (dict, list)):
         yield from iter_texts(element, path, skipped_fields)
+    elif isinstance(element, (int, float)) and _may_be_card_number(element) and path not in SEED_PATHS:
+        yield JsonText(container, key, str(int(element)), path)
+
+
+def _may_be_card_number(number: int | float) -> bool:
+    return abs(number) >= MIN_CARD_NUMBER and (isinstance(number, int) or number.is_integer())
 
 
 def _is_base64(text: str) -> bool:

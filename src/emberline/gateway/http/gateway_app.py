@@ -10,6 +10,8 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
 from emberline.api.openai import models
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelNotFound, ShuttingDown, Unauthorized
@@ -20,10 +22,11 @@ from emberline.gateway.core.paths import DEFAULT_NAME, accepts_any_content_type,
 from emberline.gateway.core.request import GatewayReply
 from emberline.gateway.dialects.gemini import models as gemini_models
 from emberline.gateway.error_replies import error_event, error_reply
-from emberline.gateway.gateway import Gateway, InboundRequest, headers_with_query_key
+from emberline.gateway.gateway import KEY_HEADERS, Gateway, InboundRequest, headers_with_query_key
 from emberline.gateway.http.client_watch import ClientWatch
-from emberline.gateway.http.gateway_metrics import GatewayMetrics
+from emberline.gateway.http.gateway_metrics import GatewayMetrics, RejectionCounter
 from emberline.gateway.http.gateway_socket import GatewaySocket, read_handshake
+from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.model_lister import ModelLister
 from emberline.gateway.run.run_handler import RunHandler
 from emberline.gateway.store.base import GatewayStore
@@ -32,6 +35,7 @@ from emberline.server.exchange import ClientDisconnected, Exchange, Receive, Sco
 from emberline.server.media_type import is_json, require_json
 from emberline.server.metrics import ReplyCounter, listener_families, render_exposition
 from emberline.server.pages import StaticPage as File
+from emberline.server.rejections import RejectionLog, WrongKeyDelay
 from emberline.wire.errors import render_openai_error
 
 log = logging.getLogger("emberline.gateway")
@@ -66,9 +70,11 @@ class GatewayApp:
         store: GatewayStore,
         metrics: GatewayMetrics,
         files: dict[str, File],
+        log_writer: LogWriter,
         require_keys: bool = False,
     ) -> None:
         """Create the application. If `require_keys` is true, /metrics also requires a key."""
+        self._log_writer = log_writer
         self._config = config
         self._gateway = gateway
         self._run_handler = run_handler
@@ -80,6 +86,8 @@ class GatewayApp:
         self._files = files
         self._require_keys = require_keys or bool(config.api_keys)
         self._replies = ReplyCounter()
+        self._rejections, self._wrong_keys = RejectionLog(log), WrongKeyDelay()
+        self._rejection_counter = RejectionCounter()
         self._ready_at = time.monotonic()  # the wall clock may be set
         self._pages: dict[str, PageHandler] = {
             **dict.fromkeys(files, self._send_file),
@@ -102,7 +110,8 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await GatewaySocket(self._gateway, scope, receive, send).run()
+            handshake = Exchange({"method": "GET", **scope}, receive, send)
+            await GatewaySocket(self._gateway, scope, receive, send, partial(self._reject, handshake)).run()
             return
         assert scope["type"] == "http"
         exchange = Exchange(scope, receive, send)
@@ -123,6 +132,8 @@ class GatewayApp:
             if exchange.status is not None:
                 raise ReplyInterrupted from None  # the server closes the connection: the reply must not look complete
             reply = render_openai_error(e)
+            if isinstance(e, EmberlineError):
+                await self._reject(exchange, e)
             await exchange.reply_json(reply.body, reply.status, reply.headers)
         self._replies.count(exchange.path if exchange.path in self._pages else "other", exchange.status or 499)
 
@@ -135,7 +146,7 @@ class GatewayApp:
                 return self._list_models
         if exchange.path == SIGN_IN_PATH and exchange.method == "POST":
             return self._exchange_sign_in_token
-        if AdminAPI.handles_path(path) and "/ai/v1/" not in path and not RunHandler.handles_path(path):
+        if AdminAPI.handles_path(path):
             return self._answer_admin_request
         return None
 
@@ -151,6 +162,9 @@ class GatewayApp:
         try:
             with ClientWatch(receive) as watch:
                 reply = await answer(body)
+                if reply.status >= 400:
+                    body = b""  # it must not be kept during a delay
+                    await self._record_rejection(exchange, reply.status, reply.error, reply.error_message)
                 watch.set_timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S)
                 await self._send_and_close(exchange, reply, watch)
         except TimeoutError:
@@ -158,9 +172,21 @@ class GatewayApp:
             raise ReplyInterrupted from None
 
     async def _send_error(self, exchange: Exchange, reply: GatewayReply) -> None:
+        """Reply to a request whose body was not read."""
         assert isinstance(reply.body, bytes)
+        await self._record_rejection(exchange, reply.status, reply.error, reply.error_message)
         headers = dict(reply.headers)
         await exchange.reply(reply.status, reply.body, headers.pop("content-type", DEFAULT_CONTENT_TYPE), headers)
+
+    async def _reject(self, exchange: Exchange, error: EmberlineError) -> None:
+        await self._record_rejection(exchange, error.status, error.code, str(error))
+
+    async def _record_rejection(self, exchange: Exchange, status: int, code: str, message: str) -> None:
+        """Log and count a rejected request. Wait before the reply to a wrong key."""
+        if code == Unauthorized.code and any(exchange.header(name) for name in KEY_HEADERS):
+            await self._wrong_keys.wait()
+        self._rejection_counter.count(status, code)
+        self._rejections.record(exchange, status, code, message)
 
     async def _send_and_close(self, exchange: Exchange, reply: GatewayReply, watch: ClientWatch) -> None:
         try:
@@ -223,6 +249,8 @@ class GatewayApp:
         status, found = await self._admin.handle(
             exchange.method, exchange.path, exchange.query, body, identity, _client_origin(exchange)
         )
+        if status >= 400:
+            await self._record_rejection(exchange, status, *_admin_error(status, found))
         await exchange.reply_json(found, status, {"cache-control": "no-store"})
 
     async def _exchange_sign_in_token(self, exchange: Exchange) -> None:
@@ -268,6 +296,7 @@ class GatewayApp:
 
     async def _send_readiness(self, exchange: Exchange) -> None:
         await self.store.version()
+        self._log_writer.check_store()  # a full store can still be read
         await exchange.reply_json({"status": "ready"})
 
     async def _send_metrics(self, exchange: Exchange) -> None:
@@ -275,7 +304,9 @@ class GatewayApp:
             raise Unauthorized(
                 "/metrics requires a gateway key and the request has none", hint="send Authorization: Bearer KEY"
             )
-        text = render_exposition([*self._metrics.families(), self._replies.family(), *listener_families()])
+        counters = self._replies, self._wrong_keys, self._rejection_counter
+        families = (*self._metrics.families(), *(counter.family() for counter in counters), *listener_families())
+        text = render_exposition(families)
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -303,6 +334,12 @@ def _check_content_type(exchange: Exchange, path: str, body: bytes) -> None:
         return  # JavaScript's fetch() sends strings so; another site cannot add `authorization` without CORS
     if not accepts_any_content_type(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
+
+
+def _admin_error(status: int, reply: Any) -> tuple[str, str]:
+    """Return code and message of an error reply of the management API, in its own or in Cloudflare's form."""
+    error = reply["error"] if "error" in reply else reply["errors"][0]
+    return Unauthorized.code if status == Unauthorized.status else str(error["code"]), str(error["message"])
 
 
 def _client_origin(exchange: Exchange) -> str:

@@ -169,6 +169,21 @@ class GatewayMetrics:
             )
 
 
+class RejectionCounter:
+    """Counts the requests that the gateway answers with an error, also those that no layer sees."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, str]] = Counter()  # by status and error code
+
+    def count(self, status: int, code: str) -> None:
+        self._counts[status, code] += 1
+
+    def family(self) -> MetricFamily:
+        samples = [(f'status="{status}",code="{code}"', n) for (status, code), n in sorted(self._counts.items())]
+        help_ = "Requests answered with an error, by error code."
+        return MetricFamily.from_samples("emberline:gateway_rejections_total", help_, "counter", samples)
+
+
 def _format_labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     escaped = (value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for value in values)
     return ",".join(f'{name}="{value}"' for name, value in zip(names, escaped, strict=True))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -56,8 +57,17 @@ _MESSAGE = msgspec.json.Decoder(_CreateMessage)
 
 
 class GatewaySocket:
-    def __init__(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        record_rejection: Callable[[EmberlineError], Awaitable[None]],
+    ) -> None:
+        """Create a socket. `record_rejection` is called with the error of a refused handshake."""
         self._gateway = gateway
+        self._record_rejection = record_rejection
         self._scope = scope
         self._receive, self._send = receive, send
         self._path: str = scope["raw_path"].decode("latin-1")
@@ -102,6 +112,7 @@ class GatewaySocket:
         return target
 
     async def _refuse_handshake(self, error: EmberlineError) -> None:
+        await self._record_rejection(error)
         shaped = render_openai_error(error)
         headers = [(b"content-type", b"application/json")]
         await self._send({"type": "websocket.http.response.start", "status": shaped.status, "headers": headers})

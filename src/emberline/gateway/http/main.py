@@ -8,6 +8,7 @@ import secrets
 import ssl
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ from emberline.gateway.keys.object_ids import ObjectIds
 from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.keys.provider_keys import ProviderKeySelector
 from emberline.gateway.keys.secret_file import SecretFile
+from emberline.gateway.keys.tenant_secret import open_engine_tenants
 from emberline.gateway.layers.caching import CacheLayer
 from emberline.gateway.layers.call_logging import log_calls
 from emberline.gateway.layers.continuation import ContinuationLayer
@@ -144,7 +146,7 @@ async def build_gateway(
         configured = _with_authentication(configured)
     watch = StoreVersionWatch(store, clock)
     upstream = await stack.enter_async_context(UpstreamClient(tls_by_origin=make_engine_tls(config)))
-    registry = ProviderRegistry(config.private_providers)
+    registry = ProviderRegistry(config.private_providers, await open_engine_tenants(store, wall))
     master_keys = open_master_keys(config.master_key_file, read_secret(MASTER_KEY_VARIABLE))
     vault = ProviderKeyVault(store, watch, master_keys)
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
@@ -177,7 +179,8 @@ async def build_gateway(
     realtime = RealtimeHandler(registry, selector, upstream, prices, clock, attempts.breakers, max_message_bytes=limit)
     check_sessions = check_endpoints(registry, find_realtime_model)
     session_handler = stack_layers((*outer, check_sessions, limit_sessions(limiter, claims, clock, wall)), realtime)
-    gateway = Gateway(stack_layers(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
+    sources = registry, settings_store, keys, clock, wall
+    gateway = Gateway(stack_layers(layers, attempts), session_handler, *sources, partial(stack_layers, outer))
     context = AdminContext(
         store,
         vault,
@@ -203,6 +206,7 @@ async def build_gateway(
         store,
         metrics,
         load_pages("gateway/index.html"),
+        log_writer,
         require_keys,
     )
 
@@ -279,5 +283,6 @@ def _identities_by_key(config: GatewayConfig) -> dict[str, Identity]:
         SecretFile(config.admin_key_file).read_or_create(lambda: secrets.token_urlsafe(24)).strip(),
     )
     return {
-        token: Identity(f"configured-{i}", f"configured {i}", "token", is_admin=True) for i, token in enumerate(tokens)
+        token: Identity(f"configured-{i}", f"configured {i}", "token", is_admin=True, may_state_cost=True)
+        for i, token in enumerate(tokens)
     }

@@ -27,7 +27,7 @@ _PREFIXES = tuple(KEY_PREFIXES.values())
 _SECRET_CHARS = len(KEY_PREFIXES["token"]) + len(secrets.token_urlsafe(32))
 _VISIBLE_CHARS = 10  # of a secret, shown in lists of keys
 
-KeyScope = Literal["use", "admin"]
+KeyScope = Literal["use", "admin", "cost"]
 
 
 class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +71,7 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
             metadata=self.metadata,
             is_admin="admin" in self.scopes,
             can_use_models="use" in self.scopes,
+            may_state_cost=not {"admin", "cost"}.isdisjoint(self.scopes),
             account=self.account,
             gateways=self.gateways,
             limits=self.limits,

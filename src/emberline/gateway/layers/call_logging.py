@@ -9,6 +9,7 @@ import asyncio
 from typing import Protocol
 
 from emberline.core.clock import Clock
+from emberline.core.errors import Unauthorized
 from emberline.gateway.core.log_record import LogPayload, LogRecord
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, Layer, ReplyStream
 from emberline.gateway.providers.provider_call import safe_header
@@ -43,7 +44,9 @@ def log_calls(sink: RecordSink, clock: Clock) -> Layer:
                     sink.put(make_record(call, no_reply, clock.now() - call.started_at), None)
                 raise
             set_reply_headers(call, reply)
-            if collect:
+            if is_private(call):
+                reply.error_message = ""  # it may repeat parts of the prompt
+            if collect and not _is_without_key(reply):
                 chunks = _capture_payload(call, reply)
 
                 async def log_on_end(reply: GatewayReply) -> None:
@@ -81,14 +84,23 @@ def request_body_to_log(call: GatewayRequest, reply: GatewayReply) -> bytes:
     return call.body if own is None else own
 
 
+def is_private(call: GatewayRequest) -> bool:
+    """Return whether prompts and replies must not be stored (zero data retention)."""
+    return call.settings.zdr if call.options.zdr is None else call.options.zdr
+
+
+def _is_without_key(reply: GatewayReply) -> bool:
+    """Return whether the gateway rejected the request for its key: strangers must not fill the store with records."""
+    return reply.status == Unauthorized.status and reply.error == Unauthorized.code
+
+
 def _capture_payload(call: GatewayRequest, reply: GatewayReply) -> list[bytes] | None:
     """Return a list that collects the bytes of the reply as they are sent.
 
     Return None if payloads are not logged.
     """
     is_enabled = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
-    is_private = call.settings.zdr if call.options.zdr is None else call.options.zdr
-    if not is_enabled or is_private:
+    if not is_enabled or is_private(call):
         return None
     if isinstance(reply.body, bytes):
         return [reply.body[:MAX_PAYLOAD_BYTES]]
@@ -157,6 +169,7 @@ def make_record(call: GatewayRequest, reply: GatewayReply, duration_s: float) ->
         duration_ms=round(duration_s * 1e3),
         first_byte_ms=None if reply.first_byte_s is None else round(reply.first_byte_s * 1e3),
         error=reply.error,
+        message="" if is_private(call) else reply.error_message,
         key_id=call.identity.key_id,
         user=call.identity.user,
         metadata={**call.metadata, **searchable_metadata(call, reply)},

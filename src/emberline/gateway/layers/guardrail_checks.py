@@ -25,6 +25,7 @@ from emberline.gateway.guardrails.inspection import (
     OFFLOAD_MIN_BYTES,
     InspectionResult,
     UnreadableBody,
+    inspect_path,
     inspect_query,
     inspect_reply,
     inspect_request,
@@ -49,7 +50,7 @@ class GuardrailLayer:
     def wrap(self, inner: Handler) -> Handler:
         def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
             guardrails = call.settings.guardrails
-            if not guardrails or not (_is_reply_checked(call) or call.body or call.query):
+            if not guardrails:
                 return inner(call)
             return GuardedCall(call, guardrails, self._judges).run(inner)
 
@@ -95,6 +96,10 @@ class GuardedCall:
         Judges are moderation models.
         """
         call, rules = self._call, self._pattern_rules("prompt")
+        if rules and not call.is_dialect_endpoint:
+            endpoint, findings = inspect_path(call.endpoint, rules)
+            self._record_findings(findings)
+            call = call if endpoint is call.endpoint else call.with_changes(endpoint=endpoint)
         if rules and call.query:
             query, findings = inspect_query(call.query, rules)
             self._record_findings(findings)

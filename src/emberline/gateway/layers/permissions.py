@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from urllib.parse import parse_qsl
 
-from emberline.core.errors import Unauthorized
 from emberline.gateway.core.errors import Forbidden
-from emberline.gateway.core.identity import ALLOW_ALL, allows_model
+from emberline.gateway.core.identity import ALLOW_ALL, Identity, allows_model
 from emberline.gateway.core.request import VIRTUAL_PROVIDERS, GatewayReply, GatewayRequest, Handler, Layer
 from emberline.gateway.core.request_body import BodyFields
 from emberline.gateway.core.unified_endpoints import find_unified_endpoint
@@ -50,11 +49,7 @@ def check_gateway(inner: Handler) -> Handler:
 
     def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
         identity = call.identity
-        if call.settings.authentication and identity.kind == "anonymous":
-            raise Unauthorized(
-                f"gateway {call.gateway[:80]!r} requires a key and the request has none",
-                hint="send cf-aig-authorization: Bearer KEY, or the key as the API key",
-            )
+        call.settings.check_caller(identity)
         if not identity.can_use_models:
             raise Forbidden(
                 f"key {identity.name!r} is an admin key, which cannot be used for requests to models",
@@ -65,9 +60,25 @@ def check_gateway(inner: Handler) -> Handler:
                 f"key {identity.name!r} may not use gateway {call.gateway!r} of account {call.account!r}",
                 hint="use a different key, or add the gateway to this key",
             )
+        if not identity.may_state_cost and _states_cost(call):
+            raise Forbidden(
+                f"{_describe_caller(identity)} may not state the cost of a request: others share its budgets",
+                hint='remove the header cf-aig-custom-cost, or use a key with the scope "cost"',
+            )
         return inner(call)
 
     return handle
+
+
+def _states_cost(call: GatewayRequest) -> bool:
+    """Return whether the headers of the request, or of one of its steps, state a cost."""
+    if call.options.custom_cost is not None:
+        return True
+    return any(step.options is not None and step.options.custom_cost is not None for step in call.steps)
+
+
+def _describe_caller(identity: Identity) -> str:
+    return "a request without a key" if identity.kind == "anonymous" else f"key {identity.name!r}"
 
 
 def check_endpoints(registry: ProviderRegistry, find_inference_model: FindInferenceModel) -> Layer:

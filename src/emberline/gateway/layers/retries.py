@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from emberline.core.clock import Clock
+from emberline.core.error_texts import printable_error
 from emberline.core.errors import DeadlineExceeded
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamBroken, UpstreamFailed
@@ -18,7 +19,7 @@ from emberline.gateway.core.request import GatewayReply, GatewayRequest, Provide
 from emberline.gateway.costs.billing import PriceSource, set_cost
 from emberline.gateway.error_replies import read_provider_error
 from emberline.gateway.keys.provider_keys import ProviderKeySelector, is_caller_key
-from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider
+from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider, list_credentials
 from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.provider_call import (
     ProviderCall,
@@ -156,7 +157,10 @@ class RetryHandler:
                     provider.has_own_error_format or provider_call.request.decoder is not None
                 )
                 error_dialect = "raw" if is_own_error else provider_call.dialect
-                raise read_provider_error(call.provider, response.status, response.headers, body, error_dialect)
+                secrets = list_credentials(provider_call.request.headers)
+                raise read_provider_error(
+                    call.provider, response.status, response.headers, body, error_dialect, secrets
+                )
             if 300 <= response.status < 400:
                 raise UpstreamBroken(
                     f"provider {call.provider!r} replied with status {response.status}, but redirects are not followed"
@@ -216,7 +220,7 @@ class RetryHandler:
         stream = ProviderStream(call, response, meter, provider_call.make_translator(), self._clock)
 
         def settle(stream: ProviderStream, ended: str, code: str) -> None:
-            reply.ended, reply.error = ended, code
+            reply.ended, reply.error, reply.error_message = ended, code, printable_error(stream.error_message)
             tokens = call.body_summary.input_tokens if call.body_summary is not None else None
             if call.method == "POST":  # a GET reports the usage of an earlier request
                 reply.usage, reply.estimated = stream.meter.usage(call.body, tokens)

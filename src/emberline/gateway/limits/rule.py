@@ -32,11 +32,11 @@ MAX_RULES = 20
 
 
 class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    limit: int
-    amount: LimitUnit = "requests"
+    name: str  # unique within a gateway
+    limit: int  # in units of `amount`
+    amount: LimitUnit = "requests"  # requests, tokens or micros (micro-dollars)
     per: Period = "minute"  # or a number of seconds
-    technique: Technique = "fixed"
+    technique: Technique = "fixed"  # fixed or sliding window
     split: tuple[str, ...] = ()  # one bucket for each combination of their values
     only: dict[str, tuple[str, ...]] = {}  # the rule applies if each attribute has one of these values
     named: bool = False  # the rule applies only to keys that name it

@@ -45,6 +45,10 @@ class LimitWindow(msgspec.Struct, frozen=True):
         date = datetime.fromtimestamp(now_ms / 1000, UTC)
         return date.year * 12 + date.month - 1
 
+    def usage_start_ms(self, now_ms: int) -> int:
+        """Return the time in milliseconds since 1970 since which usage counts at `now_ms`."""
+        return self.usage_end_ms(self.slot_at(now_ms) - 2 * self.live_slots + 1)
+
     def usage_end_ms(self, slot: int) -> int:
         """Return the time in milliseconds since 1970 at which usage in this slot stops counting."""
         after = slot + self.live_slots

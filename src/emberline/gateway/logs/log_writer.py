@@ -47,6 +47,7 @@ class LogWriter:
             close_timeout_s=close_timeout_s,
         )
         self.failures = 0  # failed appends
+        self._last_error = ""  # of the last append; "": it succeeded
 
     @property
     def written_count(self) -> int:
@@ -62,6 +63,14 @@ class LogWriter:
     def queue_length(self) -> int:
         """Return the number of queued records."""
         return self._batcher.queue_length
+
+    def check_store(self) -> None:
+        """Raise StoreBusy if the store could not be written at the last attempt, for example because it is full."""
+        if self._last_error:
+            raise StoreBusy(
+                f"log records cannot be written to the store: {self._last_error}",
+                hint="check that the store runs and its disk is not full; the records are written once it works again",
+            )
 
     def put(self, record: LogRecord, payload: LogPayload | None = None) -> None:
         """Queue a record without waiting.
@@ -99,9 +108,11 @@ class LogWriter:
         while True:
             try:
                 await self._store.append_records(batch)
+                self._last_error = ""
                 return len(batch)
             except Exception as e:  # any error of a store or of an invalid record: the loop must continue
                 self.failures += 1
+                self._last_error = f"{type(e).__name__}: {e}"
                 attempts += not isinstance(e, StoreBusy)
                 log.warning(
                     "Writing log records failed, retrying: records=%d error=%s: %s", len(batch), type(e).__name__, e
@@ -112,6 +123,7 @@ class LogWriter:
             delay = min(delay * 2, MAX_RETRY_DELAY_S)
         if len(batch) > 1:
             return sum([await self._write_batch([entry], max_attempts=1) for entry in batch])
+        self._last_error = ""  # the store works: this record is invalid
         log.error("Log record dropped because the store rejects it: record=%s", batch[0][0].id)
         return 0
 

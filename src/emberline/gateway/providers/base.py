@@ -68,6 +68,12 @@ def caller_key(request: GatewayRequest) -> str | None:
     return None
 
 
+def list_credentials(headers: Mapping[str, str]) -> list[str]:
+    """Return the keys in the headers of a request."""
+    values = (headers.get(name, "") for name in CREDENTIAL_HEADERS)
+    return [value.removeprefix("Bearer ") for value in values if value]
+
+
 class Provider:
     """One provider with its address and headers, as a gateway's settings configure it."""
 

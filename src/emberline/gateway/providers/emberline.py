@@ -10,6 +10,8 @@ from typing import ClassVar
 
 from emberline.api.openapi import is_model_endpoint
 from emberline.core.errors import NotFound, Unauthorized
+from emberline.core.tenants import TENANT_SALT_HEADER
+from emberline.gateway.core.engine_tenants import EngineTenants
 from emberline.gateway.core.errors import EngineKeyRefused, ProviderErrorReply, UpstreamFailed
 from emberline.gateway.core.request import Dialect, GatewayRequest
 from emberline.gateway.providers.base import Provider
@@ -33,6 +35,12 @@ class Emberline(Provider):
     accepts_reasoning = True
     prefill = "flag"
 
+    def __init__(
+        self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public_only: bool = False
+    ) -> None:
+        super().__init__(base_url, headers, public_only=public_only)
+        self.tenants = EngineTenants()  # the registry replaces it by that of the store
+
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         """Return the request. Raise NotFound for a path outside the engine's model API."""
         path = call.endpoint.partition("?")[0]
@@ -44,7 +52,9 @@ class Emberline(Provider):
                 f"the gateway does not forward {call.method[:20]} {path[:200]!r} to the engine",
                 hint="use a path of the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",
             )
-        return super().build_request(call, key)
+        request = super().build_request(call, key)
+        request.headers[TENANT_SALT_HEADER] = self.tenants.salt_of(call.account, call.identity.key_id)
+        return request
 
     def convert_error(self, error: UpstreamFailed, *, is_caller_key: bool) -> UpstreamFailed:
         """Return the error that the caller gets.

@@ -6,6 +6,7 @@ A slug is a provider's name in URLs.
 from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.core.engine_tenants import EngineTenants
 from emberline.gateway.core.errors import ProviderNotFound
 from emberline.gateway.core.request import Dialect
 from emberline.gateway.core.settings import GatewaySettings, ProviderSettings
@@ -53,9 +54,10 @@ DEFAULT_PROVIDER_SETTINGS = ProviderSettings()
 class ProviderRegistry:
     """The providers that this process has created, cached by slug and settings."""
 
-    def __init__(self, allow_private: bool = False) -> None:
+    def __init__(self, allow_private: bool = False, engine_tenants: EngineTenants | None = None) -> None:
         """Create an empty registry. `allow_private`: providers may be at private IP addresses."""
         self._allow_private = allow_private
+        self._engine_tenants = engine_tenants or EngineTenants()
         self._providers: dict[tuple[object, ...], Provider] = {}
 
     def find_provider(self, slug: str, settings: GatewaySettings) -> Provider:
@@ -87,6 +89,8 @@ class ProviderRegistry:
             provider = provider_class(provider_settings.base_url, provider_settings.headers, public_only=public)
             if provider_settings.speaks is not None:
                 provider.endpoints = _select_endpoints(provider, provider_settings.speaks)
+            if isinstance(provider, Emberline):
+                provider.tenants = self._engine_tenants
             return provider
         speaks = DEFAULT_DIALECTS if provider_settings.speaks is None else provider_settings.speaks
         return CompatibleProvider(

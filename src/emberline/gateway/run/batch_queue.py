@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -59,6 +60,7 @@ class BatchQueue:
         self._owner = os.urandom(8).hex()  # names this process in leases
         self._in_progress = 0  # requests
         self._batch_added = asyncio.Event()
+        self._listed_version, self._next_expiry_ms = -1, math.inf  # of the store when no batch was left to process
 
     # -- interface -----------------------------------------------------------------------------------------------------
 
@@ -146,19 +148,26 @@ class BatchQueue:
     async def _process_oldest_batch(self) -> bool:
         """Process the oldest batch that no process is working on, and delete expired results.
 
-        Return whether a batch was processed.
+        Return whether a batch was processed. The batches are listed only if the store has changed since the last time,
+        or if results or another process's lease have expired.
         """
-        after = ("", "")
+        version = await self._batches.store_version()
+        if version == self._listed_version and self._now_ms() <= self._next_expiry_ms:
+            return False
+        after, next_expiry_ms = ("", ""), math.inf
         while page := await self._batches.list_batches(after=after):
             for document in page:
                 batch = decode_batch(document)
-                if batch.status == "done":
-                    if self._now_ms() > batch.finished + RESULTS_KEPT_S * 1e3:
-                        await self._batches.remove_batch(document, self._now_ms())
-                elif batch.until < self._now_ms():
+                expires_ms = batch.until if batch.status != "done" else batch.finished + RESULTS_KEPT_S * 1e3
+                if self._now_ms() <= expires_ms:
+                    next_expiry_ms = min(next_expiry_ms, expires_ms)
+                elif batch.status == "done":
+                    await self._batches.remove_batch(document, self._now_ms())
+                else:
                     await self._complete_batch(batch, document)
                     return True
             after = (page[-1].id, page[-1].account)
+        self._listed_version, self._next_expiry_ms = version, next_expiry_ms
         return False
 
     async def _complete_batch(self, batch: RunBatch, document: Document) -> None:

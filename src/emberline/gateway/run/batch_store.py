@@ -72,6 +72,10 @@ class BatchStore:
     def __init__(self, store: GatewayStore) -> None:
         self._store = store
 
+    async def store_version(self) -> int:
+        """Return a number that increases with every change of the store."""
+        return await self._store.version()
+
     async def list_batches(self, account: str = "", after: tuple[str, str] = ("", "")) -> list[Document]:
         """Return a page of batches, oldest first. An empty account means all accounts."""
         return await self._store.list_documents(BATCH_KIND, account, after=after, limit=PAGE_SIZE)

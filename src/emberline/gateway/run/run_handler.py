@@ -158,14 +158,15 @@ class RunHandler:
         path = f"/accounts/{run.account}/ai{encoded.path}"
         request = InboundRequest("POST", path, "", headers, encoded.body)
         until = self._clock.now() + run.settings.timeouts.total
-        for retries in range(1 << 20):
+        retries = 0
+        while True:
             reply = await self._gateway.answer(request)
             delay = RETRY_DELAYS_S[min(retries, len(RETRY_DELAYS_S) - 1)]
             if not is_provider_busy(reply) or run.rejects_if_busy or self._clock.now() + delay >= until:
                 return await _convert_or_close(encoded, reply)
             await reply.close()
             await asyncio.sleep(delay)
-        raise AssertionError("the loop of retries ended without a reply")
+            retries += 1
 
 
 async def _parse_inbound(inbound: InboundRequest, caller: _RunCaller) -> _RunRequest:

@@ -21,7 +21,7 @@ from emberline.gateway.store.rollup import RollupCell, RollupQuery
 
 PAGE_TIMEOUT_S = 0.1
 DocumentKind = Literal["gateway", "key", "provider_key", "custom_provider", "route", "route_version", "price", "budget",
-               "dataset", "batch", "batch_part"]  # fmt: skip
+               "dataset", "batch", "batch_part", "secret"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

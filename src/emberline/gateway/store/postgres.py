@@ -71,9 +71,12 @@ class PostgresStore:
         # asyncpg raises InternalClientError for a connection that is just being lost.
         failures = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
         try:
+            # With a minimum size, asyncpg reconnects in the background and logs a traceback for each failure.
             pool = await asyncpg.create_pool(
-                url, min_size=1, max_size=8, timeout=5.0, command_timeout=QUERY_TIMEOUT_S, server_settings=settings
+                url, min_size=0, max_size=8, timeout=5.0, command_timeout=QUERY_TIMEOUT_S, server_settings=settings
             )
+            async with pool.acquire():
+                pass
         except (OSError, TimeoutError, *failures) as e:
             raise StoreFailed(
                 f"PostgreSQL cannot be reached: {e or type(e).__name__}",
@@ -329,7 +332,7 @@ class PostgresStore:
     async def _read_rows(self, statement: str, values: Sequence[object]) -> list[Any]:
         try:
             async with self._pool.acquire(timeout=QUERY_TIMEOUT_S) as db:
-                return list(await db.fetch(statement, *values))
+                return list(await db.fetch(statement, *_replace_nul_characters(tuple(values))))
         except self._failures as e:
             raise _to_store_error(e) from e
 
@@ -372,7 +375,7 @@ def _check_one_row_changed(command_tag: str, document: Document) -> None:
 
 
 def _replace_nul_characters(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace NUL characters in a row's texts: clients can send them, and PostgreSQL's TEXT rejects them."""
+    """Replace NUL characters in texts of a row or query: clients can send them, and PostgreSQL's TEXT rejects them."""
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 
 

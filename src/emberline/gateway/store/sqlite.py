@@ -242,7 +242,10 @@ class SQLiteStore:
         return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def list_days(self) -> list[date]:
-        return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
+        def list_files(_: SQLiteThread) -> list[date]:
+            return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
+
+        return await next(self._next_reader).run(list_files)
 
     async def delete_days_before(self, day: date) -> list[date]:
         dropped = [each for each in await self.list_days() if each < day]

@@ -19,7 +19,7 @@ from emberline.gateway.store.rollup import COUNTERS, SUMS
 from emberline.wire.usage import Usage
 
 _USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}
-_SPARSE = ("user", "event_id", "session_id")
+_SPARSE = ("user", "event_id", "session_id", "message")
 _FLAGS = ("success", "cached", "stream", "estimated", "custom_cost")
 _CONVERTED = ("id", "usage", "metadata", *_SPARSE, *_FLAGS)
 _PLAIN = tuple(name for name in LogRecord.__struct_fields__ if name not in _CONVERTED)
@@ -43,7 +43,8 @@ def quote_names(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)  # `user` is a reserved word of SQL
 
 
-_LOG_COLUMNS = ", ".join(f'"{column}" {_column_type(column)}' for column in COLUMNS)
+_ADDED_COLUMNS = ("message",)  # by later migrations
+_LOG_COLUMNS = ", ".join(f'"{column}" {_column_type(column)}' for column in COLUMNS if column not in _ADDED_COLUMNS)
 
 CELL_KEY_COLUMNS = ("unit", "account", "dimension", "start", "gateway", "value")
 
@@ -95,6 +96,7 @@ LOG_MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX logs_failed ON logs (id) WHERE success = 0",
         "CREATE INDEX logs_later ON logs (id) WHERE step > 0",
     ),
+    ("ALTER TABLE logs ADD COLUMN message {text}",),
 )
 PAYLOAD_MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -106,12 +108,13 @@ PAYLOAD_MIGRATIONS: tuple[tuple[str, ...], ...] = (
 _json = msgspec.json.Encoder()
 _plain = attrgetter(*_PLAIN)
 _flags = attrgetter(*_FLAGS)
+_sparse = attrgetter(*_SPARSE)
 _usage = attrgetter(*_USAGE)
 
 
 def record_to_row(record: LogRecord) -> tuple[Any, ...]:
     metadata = _json.encode(record.metadata).decode() if record.metadata else "{}"
-    sparse = (record.user or None, record.event_id or None, record.session_id or None)
+    sparse = [text or None for text in _sparse(record)]
     flags = map(int, _flags(record))  # for a bool SQLite's driver searches an adapter, which takes longer
     return (bytes.fromhex(record.id), *_plain(record), *flags, *sparse, *_usage(record.usage), metadata)
 

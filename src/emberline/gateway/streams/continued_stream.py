@@ -181,6 +181,7 @@ class ContinuedStream:
         last, reply = self._current_reply, self.reply
         await last.close()
         reply.ended, reply.error = (outcome, error) if outcome else (last.ended, last.error)
+        reply.error_message = last.error_message if reply.error else ""
         reply.usage, reply.micros, reply.estimated = last.usage, last.micros, last.estimated
         if continued_by:
             self._record_continuation(continued_by)

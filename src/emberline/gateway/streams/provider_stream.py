@@ -36,6 +36,7 @@ class ProviderStream:
         clock: Clock,
     ) -> None:
         self.meter = meter
+        self.error_message = ""  # of the error that ended the stream, for the log
         self._call = call
         self._incoming = incoming
         self._translator = translator
@@ -148,10 +149,12 @@ class ProviderStream:
             return output
         output = self._translate(events) if output is None else output
         if meter.state.error:  # the provider's own error event is passed on as the last event
+            self.error_message = f"provider {self._call.provider} ended the stream with an error: {meter.state.error}"
             self._finish_stream("cut", UpstreamBroken.code)
         return output
 
     def _end_with_error(self, error: UpstreamFailed) -> bytes:
+        self.error_message = str(error)
         self._finish_stream("cut", error.code)
         if self._translator is not None:
             final_event: bytes | None = self._translator.write_error(error)

@@ -24,6 +24,7 @@ from emberline.core.errors import (
     WorkersCrashed,
 )
 from emberline.core.handoff import EVENT_IDS_HEADER
+from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.router.dialect import (
     CHAIN_HEADER,
     PRIVATE_HEADER_PREFIX,
@@ -112,7 +113,8 @@ class Relay(ReplyRelay):
         headers = {
             name: value
             for name, value in decoded
-            if name not in HOP_BY_HOP_HEADERS and not name.startswith(PRIVATE_HEADER_PREFIX)
+            if name not in HOP_BY_HOP_HEADERS
+            and (not name.startswith(PRIVATE_HEADER_PREFIX) or name == TENANT_SALT_HEADER)
         }
         if self._config.kv_events:
             headers[CHAIN_HEADER] = "1"
@@ -127,21 +129,21 @@ class Relay(ReplyRelay):
         seed, created = secrets.randbits(64), int(WallClock.now())
         if resumption is not None:
             seed, created = resumption.seed if resumption.seed is not None else seed, resumption.created
-        identity = (seed, created, config.cluster_key)
-        is_known_suspect = self._suspects.contains(summary.digest, self._now())
-        limits, is_generation = (config.attempts, config.migrations), exchange.path in GENERATION_PATHS
         return RoutedRequest(
             exchange,
             summary,
             client_request,
-            *identity,
-            arrived_at + config.request_timeout,
-            *limits,
-            is_generation,
-            is_known_suspect,
-            config.foreign_key,
-            arrived_at,
-            resumption,
+            seed=seed,
+            created=created,
+            cluster_key=config.cluster_key,
+            deadline=arrived_at + config.request_timeout,
+            max_attempts=config.attempts,
+            max_migrations=config.migrations,
+            is_generation=exchange.path in GENERATION_PATHS,
+            is_known_suspect=self._suspects.contains(summary.digest, self._now()),
+            foreign_key=config.foreign_key,
+            arrived_at=arrived_at,
+            resumption=resumption,
         )
 
     def _deadline_error(self, routed: RoutedRequest) -> DeadlineExceeded:

@@ -144,7 +144,7 @@ class RouterApp:
 
     async def _relay_request(self, exchange: Exchange) -> None:
         body = await exchange.read_body(self._config.max_body)
-        affinity = exchange.header(SESSION_HEADER), derive_tenant_id(exchange) if self._config.api_keys else ""
+        affinity = exchange.header(SESSION_HEADER), derive_tenant_id(exchange, with_key=bool(self._config.api_keys))
         summary = (
             RequestSummary.parse(body, *affinity)
             if len(body) < LARGE_INPUT_BYTES
@@ -322,6 +322,7 @@ class RouterApp:
             [
                 *families,
                 self._routes.reply_counter.family(),
+                self._routes.wrong_keys.family(),
                 *trace_families,
                 *tls_families(self._tls),
                 *listener_families(),

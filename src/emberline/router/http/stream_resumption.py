@@ -23,6 +23,7 @@ from emberline.cluster.resumable_streams import (
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, StreamNotResumable
 from emberline.core.handoff import Handoff
+from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.router.dialect import TENANT_HEADER
 from emberline.router.http.dispatcher import Dispatcher
@@ -98,6 +99,8 @@ class StreamResumer:
             headers["authorization"] = f"Bearer {self._config.cluster_key}"
         if tenant := derive_tenant_id(exchange):
             headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
+        if salt := exchange.header(TENANT_SALT_HEADER):
+            headers[TENANT_SALT_HEADER] = salt
         upstream = UpstreamRequest("POST", RECLAIM_PATH, headers, msgspec.json.encode(request))
         try:
             async with asyncio.timeout(RECLAIM_TIMEOUT_S):

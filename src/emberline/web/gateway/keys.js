@@ -98,6 +98,7 @@ function fields(key = null) {
     text("expires", "Expires", key?.expires ? localTime(key.expires) : "", { kind: "datetime-local" }),
     field({ name: "use", label: "May use models", kind: "check", value: key ? key.scopes.includes("use") : true }),
     field({ name: "admin", label: "May manage this account", kind: "check", value: key?.scopes.includes("admin") ?? false }),
+    field({ name: "cost", label: "May state the cost of its requests", kind: "check", value: key?.scopes.includes("cost") ?? false }),
   ];
 }
 
@@ -109,7 +110,7 @@ const keyFrom = (values) => ({
   gateways: list(values.gateways),
   limits: list(values.limits),
   expires: values.expires ? new Date(values.expires).getTime() : null,
-  scopes: ["use", "admin"].filter((scope) => values[scope]),
+  scopes: ["use", "admin", "cost"].filter((scope) => values[scope]),
 });
 
 /** Format for a datetime-local field: local time without a zone. */
