@@ -14,6 +14,7 @@ from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.outline import LatentConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 99}
+SIZES |= {"num_key_value_heads": 4}
 METADATA: dict[str, Any] = {  # fields of published files that change no logit
     "_name_or_path": "x",
     "attention_dropout": 0.1,
