@@ -97,7 +97,7 @@ def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_posi
     if is_nested:
         fields, local = fields.section("full_attention"), fields.section("sliding_attention")
     rope = RopeConfig.from_hf(fields, config, head_dim, max_position, aliases=arch.rope_aliases)
-    if arch.is_strict and not arch.partial_rotary and rope.dim != head_dim:
+    if not arch.partial_rotary and rope.dim != head_dim:
         raise UnsupportedModel(f"{fields.where}: partial_rotary_factor is not supported for this model type")
     if arch.latent_attention:
         return Ropes(rope, score_factor=_read_score_factor(fields, rope))
