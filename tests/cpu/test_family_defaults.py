@@ -158,13 +158,15 @@ def _with_meanings(theirs: Config, found: ModelConfig) -> bool:
     return read(theirs) == found
 
 
+# Its ramp is over several pairs of dimensions, so that truncate shows.
+YARN_RAMP = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
 CASES: dict[str, Config] = {
     "mixtral": SIZES["mixtral"],
     "gpt-oss": SIZES["gpt_oss"],
     "gpt-oss-null": SIZES["gpt_oss"] | {"rope_scaling": None, "rope_parameters": None},
     "deepseek-v3-null": SIZES["deepseek_v3"] | {"norm_topk_prob": None},
     "glm4-null": SIZES["glm4_moe"] | {"partial_rotary_factor": None},
-    "yarn-null": SIZES["llama"] | {"rope_scaling": {"rope_type": "yarn", "truncate": None, "rope_theta": 50.0, **YARN}},
+    "yarn-null": SIZES["llama"] | {"rope_theta": 20.0, "rope_scaling": YARN_RAMP | {"truncate": None}},
     "qwen3-moe-windows": SIZES["qwen3_moe"] | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
 }
 
