@@ -1,9 +1,9 @@
 """Run the server tests of vLLM, SGLang and llama.cpp against `emberline serve` and count what passes.
 
-    python scripts/peer_suites/run.py vllm --source CLONE --tree . --out results.json [pytest's arguments]
+    python scripts/peer_suites/run.py vllm --source CLONE --tree . --python PYTHON --out DIR/vllm.json [tests]
 
-Needs an environment with pytest, pytest-asyncio, pytest-timeout, openai, anthropic, requests, regex, jsonschema,
-transformers, prometheus_client and wget. Nothing of a peer is kept in this repository: CLONE is a git clone of it.
+Needs an environment with the packages in requirements.txt. Nothing of a peer is kept in this repository: CLONE is a git
+clone of it.
 docs/peer-suites.md describes what is replaced in the suites and what is set aside.
 """
 
@@ -57,25 +57,36 @@ def _extract(source: Path, paths: list[str], into: Path) -> None:
         (into / "tests/__init__.py").touch()
 
 
+def _find_tokenizer() -> str:
+    """Return the newest checkpoint of smollm2 in the cache."""
+    folder = Path.home() / ".cache/emberline/checkpoints"
+    found = sorted(folder.glob("smollm2-*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise SystemExit(f"there is no checkpoint of smollm2 in {folder} (hint: run `emberline pull smollm2`)")
+    return str(found[-1].parent)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=sorted(SUITES))
     parser.add_argument("--source", type=Path, required=True, help="git clone of the peer, or its git directory")
     parser.add_argument("--tree", type=Path, required=True, help="checkout of Emberline that is served")
-    parser.add_argument("--python", required=True, help="interpreter of the environment that Emberline runs in")
-    parser.add_argument("--tokenizer", required=True, help="directory with smollm2's tokenizer.json")
+    parser.add_argument("--python", type=Path, required=True, help="interpreter that Emberline runs in")
+    parser.add_argument("--tokenizer", help="directory with smollm2's tokenizer.json; default: the newest in the cache")
     parser.add_argument("--out", type=Path, required=True)
     asked, further = parser.parse_known_args()  # further: pytest's
     paths, start, files = SUITES[asked.suite]
+    tokenizer = asked.tokenizer or _find_tokenizer()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="peer-suite-") as kept:
         _extract(asked.source, paths, Path(kept))
         environment = os.environ | {
             "PYTHONPATH": str(HERE),
             "PYTHONDONTWRITEBYTECODE": "1",
             "EMBERLINE_TREE": str(asked.tree.resolve()),
-            "EMBERLINE_PYTHON": asked.python,
+            "EMBERLINE_PYTHON": str(asked.python.absolute()),  # not resolved: it may be a link in an environment
             "EMBERLINE_LOG": str(asked.out.with_suffix(".log").resolve()),
-            "SMOLLM2_TOKENIZER": asked.tokenizer,
+            "SMOLLM2_TOKENIZER": tokenizer,
             "PEER_SUITE": asked.suite,
             "PEER_RESULTS": str(asked.out.resolve()),
         }

@@ -20,7 +20,7 @@ from aside import reason_to_set_aside
 from run import TEST_TIMEOUT_S
 from serving import MAX_CONTEXT
 
-from emberline.bench.machine import commit, hardware
+from emberline.bench.machine import describe_commit, describe_hardware
 
 SUITES = ("vllm", "sglang", "llama")
 Outcomes = dict[str, dict[str, str]]
@@ -108,10 +108,10 @@ def main() -> None:
     report = {
         "bench": "peer-suites",
         "command": "scripts/peer_suites/run.py for each suite and tree, then summary.py (docs/peer-suites.md)",
-        "commit": commit(asked.commit),
+        "commit": describe_commit(asked.commit),
         "commit_before": asked.before_commit,
         "peers": dict(each.split("=", 1) for each in asked.peer),
-        "hardware": hardware(),
+        "hardware": describe_hardware(),
         "config": {
             "model": "smollm2",
             "max_context": MAX_CONTEXT,

@@ -28,6 +28,7 @@ from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import ConfigFields
 from emberline.models.loader import load_decoder
 from emberline.models.moe import SparseFeedForward
+from emberline.models.registry import ARCHITECTURES
 from emberline.models.weights import Weights
 
 
@@ -161,7 +162,9 @@ def test_experts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     tensors = {f"model.layers.0.{at}.{key}": value for key, value in values.items()}
     tensors["model.layers.0.post_attention_layernorm.weight"] = norm
     directory = tiny.write_tensors(tmp_path, tiny.config("llama"), tensors)
-    read = ExpertsConfig.from_hf(ConfigFields(fields, "config.json"), spec, 1)
+    model_type = "llama4_text" if family == "llama4" else family
+    filled = ARCHITECTURES[model_type].fill_defaults(fields)
+    read = ExpertsConfig.from_hf(ConfigFields(filled, "config.json"), spec, 1)
     config = replace(ModelConfig.from_hf(tiny.config("llama")), experts=read)
     x = torch.randn(23, 48)
     with torch.no_grad():

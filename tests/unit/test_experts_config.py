@@ -9,10 +9,10 @@ import pytest
 from emberline.bench.machine_limits import TokenCost
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.engine.memory import weight_bytes
-from emberline.models import experts_spec
 from emberline.models.config import ModelConfig
 from emberline.models.expertsconfig import ExpertOptions, ExpertsConfig
 from emberline.models.fields import ConfigFields
+from emberline.models.registry import ARCHITECTURES
 
 GLM_4_5_AIR = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -198,6 +198,7 @@ def test_windows_of_dots1() -> None:
         (GRANITE_3_1B_A400M, {"shared_intermediate_size": 8}),
         (GRANITE_3_1B_A400M, {"hidden_act": "gelu"}),
         (GLM_4_5, {"kv_lora_rank": 512}),
+        (GLM_4_5, {"moe_layer_freq": 2}),
         (DOTS1, {"scoring_func": "softmax"}),
         (DOTS1, {"num_nextn_predict_layers": 1}),
     ],
@@ -211,14 +212,12 @@ def test_refused_fields(config: dict[str, Any], change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"n_routed_experts": None}, "num_local_experts is missing"),
         ({"n_group": 3}, "n_group"),
         ({"n_group": 160}, "n_group"),
         ({"n_group": 40, "topk_group": 1}, "topk_group"),
         ({"n_group": 4, "topk_group": 5}, "topk_group"),
         ({"n_shared_experts": -1}, "n_shared_experts"),
         ({"first_k_dense_replace": "3"}, "first_k_dense_replace"),
-        ({"moe_layer_freq": 0}, "moe_layer_freq"),
         ({"routed_scaling_factor": "2.5"}, "routed_scaling_factor"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
     ],
@@ -229,31 +228,34 @@ def test_wrong_fields(change: dict[str, Any], name: str) -> None:
         ModelConfig.from_hf(GLM_4_5 | change)
 
 
-def read_experts(spec: experts_spec.ExpertsSpec, **fields: Any) -> ExpertsConfig:
+def read_experts(model_type: str, **fields: Any) -> ExpertsConfig:
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 32, "num_experts_per_tok": 2, **fields}
-    return ExpertsConfig.from_hf(ConfigFields(sizes, "config.json"), spec, 6)
+    architecture = ARCHITECTURES[model_type]
+    assert architecture.experts is not None
+    filled = ConfigFields(architecture.fill_defaults(sizes), "config.json")
+    return ExpertsConfig.from_hf(filled, architecture.experts, 6)
 
 
 def test_layers_of_llama4() -> None:
-    scout = read_experts(experts_spec.LLAMA4, num_local_experts=16)
+    scout = read_experts("llama4_text", num_local_experts=16)
     assert scout.layers == (True,) * 6 and scout.options == ExpertOptions(shared_ffn=64)
-    maverick = read_experts(experts_spec.LLAMA4, num_local_experts=16, interleave_moe_layer_step=2)
+    maverick = read_experts("llama4_text", num_local_experts=16, interleave_moe_layer_step=2)
     assert maverick.layers == (False, True) * 3
-    listed = read_experts(experts_spec.LLAMA4, num_local_experts=16, moe_layers=[2, 3])
+    listed = read_experts("llama4_text", num_local_experts=16, moe_layers=[2, 3])
     assert listed.layers == (False, False, True, True, False, False)
 
 
 def test_groups_of_deepseek_v2() -> None:
     grouped: dict[str, Any] = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
-    plain = read_experts(experts_spec.DEEPSEEK_V2, topk_method="greedy", **grouped).options
-    limited = read_experts(experts_spec.DEEPSEEK_V2, topk_method="group_limited_greedy", **grouped).options
+    plain = read_experts("deepseek_v2", topk_method="greedy", **grouped).options
+    limited = read_experts("deepseek_v2", topk_method="group_limited_greedy", **grouped).options
     assert (plain.groups, plain.groups_chosen) == (1, 1) and (limited.groups, limited.groups_chosen) == (4, 2)
     with pytest.raises(UnsupportedModel, match="topk_method 'noaux_tc'"):
-        read_experts(experts_spec.DEEPSEEK_V2, topk_method="noaux_tc", **grouped)
+        read_experts("deepseek_v2", topk_method="noaux_tc", **grouped)
 
 
 def test_activation_of_gpt_oss() -> None:
-    options = read_experts(experts_spec.GPT_OSS, num_local_experts=4).options
+    options = read_experts("gpt_oss", num_local_experts=4).options
     assert options == ExpertOptions(swiglu_alpha=1.702, swiglu_limit=7.0, has_router_bias=True, has_biases=True)
     with pytest.raises(ModelFileError, match="swiglu_limit"):
-        read_experts(experts_spec.GPT_OSS, num_local_experts=4, swiglu_limit=0)
+        read_experts("gpt_oss", num_local_experts=4, swiglu_limit=0)

@@ -14,6 +14,7 @@ from emberline.models.decoder_parts import LLAMA_PARTS
 from emberline.models.outline import LatentConfig
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 99}
+SIZES |= {"num_key_value_heads": 4}
 METADATA: dict[str, Any] = {  # fields of published files that change no logit
     "_name_or_path": "x",
     "attention_dropout": 0.1,
@@ -373,6 +374,8 @@ def test_unknown_fields_are_refused_by_name(model_type: str) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("olmo2", {"sliding_window": 7}),
         ("olmo2", {"partial_rotary_factor": 0.5}),
+        ("llama", {"partial_rotary_factor": 0.5}),  # transformers ignores it
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("olmo2", {"mlp_bias": True}),
         ("phi3", {"attention_bias": True}),
         ("cohere2", {"use_qk_norm": True}),

@@ -144,10 +144,7 @@ UNSUPPORTED = [
     {"model_type": "mistral", "sliding_window": 4, "layer_types": ["chunked_attention"] * 4},
 ]
 WRONG = [
-    {"model_type": "mixtral", "num_local_experts": 8},
     {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9},
-    {"model_type": "mixtral", "num_experts_per_tok": 2},
-    {"model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": None},
     {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 0},
     {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": ["1"]},
     {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": 1},

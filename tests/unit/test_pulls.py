@@ -462,4 +462,12 @@ def test_prefix_is_computed_without_a_pull_thread() -> None:
     while not pulling.engine.idle:
         pulling.step()
     assert [token for output in pulling.outputs for token in output.tokens] == run_alone(make_submission("r", 41, 0, 4))
-    assert pulling.engine.kv.pulls.stats().pull_failures == {"transfer_failed": 1}
+    pulls = pulling.engine.kv.pulls
+    assert pulls.stats().pull_failures == {"transfer_failed": 1} and not pulling.source.lease_ends
+    pulls._start_thread = lambda work: work() if work == pulls._release_leases else None
+    submission = make_submission("late", 41, 0, 4)
+    pulling.engine.add(replace(submission, source=pulling.ticket("late", submission, run_alone(submission)[0])))
+    pulling.engine.abort("late")
+    while not pulling.engine.idle:
+        pulling.step()
+    assert pulling.source.lease_ends == {"released": 3}  # also those for which there was no thread

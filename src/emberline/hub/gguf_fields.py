@@ -241,6 +241,8 @@ def build_gpt_oss(fields: GGUFMetadata) -> dict[str, Any]:
         "num_local_experts": fields.get_integer("expert_count"),
         "num_experts_per_tok": fields.get_integer("expert_used_count"),
         **_build_windows(fields, 2),
+        # A config.json of gpt-oss without rope_scaling means yarn.
+        **({} if fields.has("rope.scaling.factor") else {"rope_scaling": {"rope_type": "default"}}),
     }
 
 

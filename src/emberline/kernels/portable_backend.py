@@ -80,6 +80,7 @@ class PortableBackend(OpBackend):
         """
         if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
             weight.data, weight.handle, weight.layout = packed.planes, packed, WeightLayout.UW12
+            weight.ptr = packed.planes.data_ptr()
             return packed.nbytes
         return super().fill_weight(weight, values)
 

@@ -106,6 +106,9 @@ class KVManager:
         Return False if that would leave fewer than `reserved_blocks` blocks available. A prefix that is already in the
         cache is shared, and the request's computed and cached tokens are set to the length of this prefix.
         """
+        return self._admit(request, reserved_blocks)
+
+    def _admit(self, request: Request, reserved_blocks: int) -> bool:
         assert request.id not in self._block_tables
         hashes = self._shareable_hashes(request)
         shared = self._prefix.find_longest_prefix(hashes)
@@ -126,7 +129,7 @@ class KVManager:
         if needed + later + reserved_blocks * self._num_tables > self._pool.num_available - idle:
             return False
         if self._tier_loads is not None and self._tier_loads.drop_reused_lookup():
-            return self.admit(request, reserved_blocks)  # the tiers may have changed since the request waits
+            return self._admit(request, reserved_blocks)  # the tiers may have changed since the request waits
         holder = self._holders[request.id] = next(self._holder_numbers)
         for block in shared:
             self._pool.add_holder(block, holder)
@@ -141,7 +144,7 @@ class KVManager:
         lacks_prefix = self._needs_whole_prefix and num_wanted * self.block_size > request.num_cached
         if lacks_prefix and not self.is_loading(request):
             self.free_request(request)  # its pull could not start; what it needs is computed
-            return self.admit(request, reserved_blocks)
+            return self._admit(request, reserved_blocks)
         if not (request.preemptions or request.load_limit):  # otherwise the request would hit its own blocks
             self.queried_tokens += request.num_known
             self.hit_tokens += request.num_cached

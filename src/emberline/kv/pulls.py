@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ LEASE_END_TIMEOUT_S = (
 )
 MAX_IDLE_THREADS = 16  # kept for later pulls
 LEASE_CHECK_INTERVAL_S = 1.0  # between checks of the leases of waiting requests
+MAX_LEASES_TO_RELEASE = 1024  # that wait for a thread; older ones expire at the peer
 
 
 class PullClient(Protocol):
@@ -120,10 +122,11 @@ class PullManager:
         self._clock = clock or SystemClock()
         self._threads = BackgroundThreads("kv-pulls", MAX_IDLE_THREADS)
         self._start_thread = self._threads.run
-        self._lock = threading.Lock()  # guards the next three attributes
+        self._lock = threading.Lock()  # guards the next four attributes
         self._stats = TransferStats()
         self._waiting_leases: dict[str, WaitingLease] = {}  # by request
         self._is_renewing = False
+        self._leases_to_release: deque[Ticket] = deque(maxlen=MAX_LEASES_TO_RELEASE)
         self._progress_event, self._close_event = threading.Event(), threading.Event()
 
     # -- called by the engine's loop -----------------------------------------------------------------------------------
@@ -172,13 +175,14 @@ class PullManager:
         request.source = None
         size, now = ticket.peer.layout.tokens, self._clock.now()
         if request.num_cached // size >= lease.covered_tokens // size:
-            self._run_in_background(lambda: self._release_lease(ticket))
+            self._release_in_background(ticket)
             return None
         first, num_tokens = whole or (request.num_cached // size, None)
         pull = Pull(ticket, list(target_blocks), lease.covered_tokens, first, request.deadline, now, num_tokens)
         self._source.region.wait_for_started_work()
         if not self._run_in_background(lambda: self._run_pull(pull)):
             self._record_failure(TransferError("no thread could be started for the KV transfer"))
+            self._release_in_background(ticket)
             return None
         return pull
 
@@ -209,7 +213,7 @@ class PullManager:
         with self._lock:
             lease = self._waiting_leases.pop(request.id, None)
         if lease is not None:
-            self._run_in_background(lambda: self._release_lease(lease.ticket))
+            self._release_in_background(lease.ticket)
 
     def record_hit_tokens(self, tokens: int) -> None:
         """Count tokens that a request received from a peer, for the statistics."""
@@ -227,6 +231,12 @@ class PullManager:
     def stats(self) -> TransferStats:
         with self._lock:
             return self._stats.copy()
+
+    def _release_in_background(self, ticket: Ticket) -> None:
+        """Release a lease. If no thread can be started now, the next background work releases it."""
+        with self._lock:
+            self._leases_to_release.append(ticket)
+        self._run_in_background(self._release_leases)
 
     def _run_in_background(self, work: Callable[[], None]) -> bool:
         """Run `work` in a thread. Return False if no thread can be started."""
@@ -276,7 +286,8 @@ class PullManager:
         if pull.failure is None:
             self._send_to_peer(self._source.acknowledge, pull.ticket)
         elif not isinstance(pull.failure, TicketEnded):
-            self._release_lease(pull.ticket)
+            self._send_to_peer(self._source.release, pull.ticket)
+        self._release_leases()
 
     def _record_failure(self, failure: TransferError) -> None:
         log.warning("KV transfer failed, computing the prefix instead: code=%s reason=%s", failure.code, failure)
@@ -285,8 +296,13 @@ class PullManager:
             failures[failure.code] = failures.get(failure.code, 0) + 1
             self._stats.recomputed += 1
 
-    def _release_lease(self, ticket: Ticket) -> None:
-        self._send_to_peer(self._source.release, ticket)
+    def _release_leases(self) -> None:
+        while True:
+            with self._lock:
+                if not self._leases_to_release:
+                    return
+                ticket = self._leases_to_release.popleft()
+            self._send_to_peer(self._source.release, ticket)
 
     def _send_to_peer(self, send: Callable[[Ticket, float], None], ticket: Ticket) -> None:
         with suppress(TransferError):  # without the message the lease expires

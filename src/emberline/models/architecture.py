@@ -21,6 +21,42 @@ DeltaTensors = Literal["", "grouped", "separate"]
 UnrotatedRule = Literal["", "listed", "windowless", "unless_rope"]
 
 
+# What transformers assumes where config.json has no such field, unless the defaults of an architecture say otherwise.
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 0,
+    "full_attention_interval": 4,
+    "hidden_act": "silu",
+    "interleave_moe_layer_step": 1,
+    "mlp_bias": False,
+    "no_rope_layer_interval": 4,
+    "norm_topk_prob": False,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
+}
+# What null means in the fields where transformers reads it as another value than the default. None: the field counts as
+# absent and has no default, which turns a feature off, or derives a size from others.
+NULL_VALUES: Mapping[str, Any] = {
+    "attention_chunk_size": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": None,
+    "norm_topk_prob": False,
+    "num_key_value_heads": None,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": None,
+    "rope_interleave": False,
+    "sliding_window": None,
+    "use_qk_norm": False,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     qkv_bias: bool | str = False
@@ -29,8 +65,9 @@ class Architecture:
     qk_norm: bool | str = False
     window: bool | str = False  # whether sliding_window applies
     experts: ExpertsSpec | None = None
-    # What transformers assumes where config.json has no such field.
+    # What transformers assumes where config.json has no such field: the differences from COMMON_DEFAULTS.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_rope: Mapping[str, Any] = field(default_factory=dict)  # without rope_parameters and rope_scaling
     is_strict: bool = True  # True: unknown fields of config.json are refused; False: only those of other families
     turn_end_tokens: tuple[str, ...] = ()  # that end a chat model's turn, even if no file of the checkpoint says so
     ignored_fields: tuple[str, ...] = ()  # fields that have no effect, or only one that other fields repeat
@@ -60,6 +97,8 @@ class Architecture:
     activation_field: str = "hidden_act"
 
     # Windows and rotary embedding.
+    has_layer_types: bool = True  # whether layer_types may say which layers have windows
+    first_window_field: str = ""  # without layer_types, field with the number of the first layer with a window
     chunked_windows: bool = False  # whether windows are chunks: of attention_chunk_size, on chunked_attention layers
     window_pattern: int = 0  # without layer_types, every n-th layer has no window, with this n; 0: all have one
     window_pattern_field: str = ""  # field with that number
@@ -84,6 +123,21 @@ class Architecture:
     logit_multiplier_field: str = ""
     logit_divisor_field: str = ""
     logit_softcap_field: str = ""
+
+    def fill_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json with the default of every field that it lacks.
+
+        A null counts as absent, except in the fields of NULL_VALUES."""
+        given = {
+            name: NULL_VALUES[name] if value is None else value
+            for name, value in config.items()
+            if value is not None or name in NULL_VALUES
+        }
+        defaults = {**COMMON_DEFAULTS, **self.defaults}
+        counts = set() if self.experts is None else set(self.experts.count_fields)
+        if any(given.get(name) is not None for name in counts):  # names of the same number
+            defaults = {name: value for name, value in defaults.items() if name not in counts}
+        return {**defaults, **given}
 
     def read_fields(self) -> set[str]:
         """Return the config.json fields that the rules name."""

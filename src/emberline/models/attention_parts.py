@@ -51,7 +51,7 @@ class AttentionParts:
         return AttentionParts(
             chunked_windows=arch.chunked_windows,
             has_sinks=arch.attention_sinks,
-            has_weightless_qk_norm=fields.flag(norm, False) if isinstance(norm, str) else norm,
+            has_weightless_qk_norm=fields.flag(norm) if isinstance(norm, str) else norm,
             unrotated_temperature=_read_temperature(fields, arch),
             latent=read_latent_config(fields) if arch.latent_attention else None,
             has_output_gate=arch.output_gate,
@@ -70,7 +70,7 @@ def _read_state_layers(fields: ConfigFields) -> tuple[int, ...]:
     Without `layer_types`, all layers are recurrent except every full_attention_interval-th."""
     count = fields.size("num_hidden_layers", maximum=1 << 20)
     if not fields.has_field("layer_types"):
-        interval = fields.size("full_attention_interval", 4, maximum=1 << 20)
+        interval = fields.size("full_attention_interval", maximum=1 << 20)
         if interval > count:
             raise fields.invalid_error("full_attention_interval", f"at most num_hidden_layers, {count}")
         return tuple(layer for layer in range(count) if (layer + 1) % interval)
@@ -101,7 +101,7 @@ def read_latent_config(fields: ConfigFields) -> LatentConfig:
 
 
 def _read_state_sizes(fields: ConfigFields) -> StateSizes:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+    if fields.text("hidden_act") not in ("silu", "swish"):
         raise fields.invalid_error("hidden_act", "silu for a model with recurrent layers")
     keys = fields.size("linear_num_key_heads", maximum=MAX_STATE_HEADS)
     values = fields.size("linear_num_value_heads", maximum=MAX_STATE_HEADS)
@@ -121,6 +121,6 @@ def _read_temperature(fields: ConfigFields, arch: Architecture) -> QueryTemperat
         return None
     # The first configs of Llama 4 have a number here, which counts as true if it is not 0.
     is_tuned = fields.values.get(arch.temperature_flag_field)
-    if not (type(is_tuned) is int and is_tuned > 0) and not fields.flag(arch.temperature_flag_field, False):
+    if not (type(is_tuned) is int and is_tuned > 0) and not fields.flag(arch.temperature_flag_field):
         return None
     return QueryTemperature(fields.number("floor_scale", minimum=1.0), fields.number("attn_scale"))

@@ -38,9 +38,6 @@ UNSUPPORTED_FIELDS = {
 
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
 
-NULLABLE_FIELDS = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"}
-NULLABLE_FIELDS |= {"q_lora_rank"}
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -93,12 +90,12 @@ class ModelConfig:
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         config = select_text_config(config)
         arch = _find_architecture(ConfigFields(config, "config.json"))
-        fields = ConfigFields(_with_defaults(config, arch), "config.json")
+        fields = ConfigFields(arch.fill_defaults(config), "config.json")
         _check_supported(fields, arch)
         check_known_fields(config, arch)
 
         def resolve_rule(value: bool | str) -> bool:
-            return fields.flag(value, False) if isinstance(value, str) else value
+            return fields.flag(value) if isinstance(value, str) else value
 
         hidden = fields.size("hidden_size", maximum=MAX_HIDDEN)
         layers = fields.size("num_hidden_layers", maximum=MAX_LAYERS)
@@ -121,14 +118,14 @@ class ModelConfig:
             ffn=fields.size(arch.ffn_field, maximum=MAX_FFN),
             experts=None if arch.experts is None else ExpertsConfig.from_hf(fields, arch.experts, layers),
             vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
-            norm_eps=fields.number(arch.norm_eps_field, 1e-6),
+            norm_eps=fields.number(arch.norm_eps_field),
             rope=ropes.rope,
             windows=windows,
             qkv_bias=resolve_rule(arch.qkv_bias),
             o_bias=resolve_rule(arch.o_bias),
             mlp_bias=resolve_rule(arch.mlp_bias),
             qk_norm=resolve_rule(arch.qk_norm),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            tie_embeddings=fields.flag("tie_word_embeddings"),
             max_context=min(served, MAX_DEFAULT_CONTEXT_TOKENS),
             longest_context=longest,
             eos=fields.id_list("eos_token_id"),
@@ -153,14 +150,6 @@ def _find_architecture(fields: ConfigFields) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def _with_defaults(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Return config.json with the defaults of its architecture.
-
-    A null counts as absent, except in NULLABLE_FIELDS, where it turns a feature off."""
-    given = {name: value for name, value in config.items() if value is not None or name in NULLABLE_FIELDS}
-    return {**arch.defaults, **given}
-
-
 def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     model_type = fields.text("model_type")
     known = arch.experts.read_fields() | EXPERT_FIELDS.keys() if arch.experts else set()
@@ -178,7 +167,7 @@ def _check_supported(fields: ConfigFields, arch: Architecture) -> None:
     if arch.unrotated == "unless_rope" and (not kinds or kinds - {"attention", "full_attention"}):
         kind = min(kinds - {"attention", "full_attention"}, default="linear_attention")
         raise UnsupportedModel(f"config.json: layer_types has {kind[:80]!r}, which is not supported for {model_type}")
-    has_windows = fields.flag(arch.window, False) if isinstance(arch.window, str) else True
+    has_windows = fields.flag(arch.window) if isinstance(arch.window, str) else True
     if "sliding_attention" in kinds and not has_windows:
         raise UnsupportedModel(f"config.json: layer_types has 'sliding_attention', but {arch.window} is not true")
 
@@ -218,6 +207,11 @@ def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) ->
     if not fields.has_field("sliding_window"):
         return (0,) * layers
     window = fields.size("sliding_window", maximum=MAX_CONTEXT_TOKENS)
+    if not arch.has_layer_types:
+        if set(fields.text_list("layer_types")) - {"sliding_attention"}:
+            message = f"layer_types has layers without a window, which is not supported for {fields.text('model_type')}"
+            raise UnsupportedModel(f"config.json: {message}", hint="set sliding_window to null, or remove layer_types")
+        return (window,) * layers
     if not fields.has_field("layer_types") and arch.window_pattern:
         pattern = arch.window_pattern
         if arch.window_pattern_field:
@@ -225,9 +219,9 @@ def _read_window_sizes(fields: ConfigFields, arch: Architecture, layers: int) ->
         return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
     if not fields.has_field("layer_types") and arch.unrotated == "listed":
         return tuple(0 if rotates else window for rotates in read_rotated_layers(fields, layers))
-    if not fields.has_field("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
-        full_layers = fields.size("max_window_layers", 0, minimum=0, maximum=1 << 30)
-        return tuple(0 if layer < full_layers else window for layer in range(layers))
+    if not fields.has_field("layer_types"):
+        first = fields.size(arch.first_window_field, minimum=0, maximum=1 << 30) if arch.first_window_field else 0
+        return tuple(0 if layer < first else window for layer in range(layers))
     return tuple(window if is_local else 0 for is_local in _read_layer_types(fields, layers, "sliding_attention"))
 
 

@@ -35,8 +35,8 @@ def read_outline(config: Mapping[str, Any]) -> ModelOutline:
 
 def add_mtp_head(outline: ModelOutline, config: Mapping[str, Any]) -> ModelOutline:
     """Return the outline with a head for multi-token prediction. Raises UnsupportedModel if config.json has none."""
-    given = {name: value for name, value in select_planned_text(config).items() if value is not None}
-    fields = ConfigFields({**ARCHITECTURES[outline.model_type].defaults, **given}, "config.json")
+    filled = ARCHITECTURES[outline.model_type].fill_defaults(select_planned_text(config))
+    fields = ConfigFields(filled, "config.json")
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if not any(fields.size(name, 0, minimum=0, maximum=MAX_LAYERS) for name in names):
         message = f"a model of model_type {outline.model_type!r} has no head for multi-token prediction"

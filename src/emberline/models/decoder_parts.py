@@ -54,26 +54,26 @@ class DecoderParts:
     def from_hf(
         fields: ConfigFields, arch: Architecture, hidden: int, windows: Sequence[int], ropes: Ropes
     ) -> DecoderParts:
-        def number(name: str, default: float) -> float:
-            value = fields.number(name, default) if name else default
-            if name and not value:
+        def factor(name: str) -> float:
+            value = fields.number(name) if name else 1.0
+            if not value:
                 raise fields.invalid_error(name, "greater than 0")
             return value
 
         def soft_cap(name: str) -> float:
-            return number(name, 1.0) if name and fields.has_field(name) else 0.0
+            return factor(name) if name and fields.has_field(name) else 0.0
 
         scale: float | None = None
         if arch.attention_scalar_field:
-            scale = number(arch.attention_scalar_field, 1.0) ** -0.5
+            scale = factor(arch.attention_scalar_field) ** -0.5
         elif arch.attention_multiplier_field:
-            scale = number(arch.attention_multiplier_field, 1.0)
+            scale = factor(arch.attention_multiplier_field)
         attention = AttentionParts.from_hf(fields, arch)
         if attention.latent is not None:
             size = attention.latent.plain_dim + attention.latent.rotary_dim
             scale = size**-0.5 * ropes.score_factor
-        embedding = math.sqrt(hidden) if arch.scaled_embedding else number(arch.embedding_multiplier_field, 1.0)
-        logits = number(arch.logit_multiplier_field, 1.0) / number(arch.logit_divisor_field, 1.0)
+        embedding = math.sqrt(hidden) if arch.scaled_embedding else factor(arch.embedding_multiplier_field)
+        logits = factor(arch.logit_multiplier_field) / factor(arch.logit_divisor_field)
         return DecoderParts(
             norms=arch.norms,
             norm_kind=arch.norm_kind,
@@ -90,7 +90,7 @@ class DecoderParts:
             attention_softcap=soft_cap(arch.attention_softcap_field),
             embedding_multiplier=embedding,
             rounds_embedding_multiplier=arch.scaled_embedding,
-            residual_multiplier=number(arch.residual_multiplier_field, 1.0),
+            residual_multiplier=factor(arch.residual_multiplier_field),
             logit_multiplier=logits,
             logit_softcap=soft_cap(arch.logit_softcap_field),
             attention=attention,
@@ -102,11 +102,11 @@ LLAMA_PARTS = DecoderParts()
 
 def _is_interleaved(fields: ConfigFields, arch: Architecture) -> bool:
     rule = arch.interleaved_rope
-    return fields.flag(rule, False) if isinstance(rule, str) else rule
+    return fields.flag(rule) if isinstance(rule, str) else rule
 
 
 def _read_activation(fields: ConfigFields, name: str) -> Activation:
-    activation = fields.text(name, "silu")
+    activation = fields.text(name)
     if activation not in ACTIVATIONS:
         hint = f"supported: {' '.join(ACTIVATIONS)}"
         raise UnsupportedModel(f"config.json: {name} {activation[:80]!r} is not supported", hint=hint)
@@ -131,7 +131,7 @@ def _read_unrotated_layers(fields: ConfigFields, arch: Architecture, windows: Se
 def read_rotated_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has a rotary embedding. In `no_rope_layers`, 1 stands for one that has."""
     if not fields.values.get("no_rope_layers"):  # published configs of Llama 4 have an empty list
-        interval = fields.size("no_rope_layer_interval", 4, maximum=1 << 30)
+        interval = fields.size("no_rope_layer_interval", maximum=1 << 30)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
     marks = fields.id_list("no_rope_layers")
     if len(marks) < layers or not set(marks) <= {0, 1}:

@@ -14,7 +14,7 @@ LayerRule = Literal["all", "step", "after_dense", "interleaved"]
 LAYER_RULE_FIELDS: dict[LayerRule, set[str]] = {
     "all": set(),
     "step": {"decoder_sparse_step", "mlp_only_layers"},
-    "after_dense": {"first_k_dense_replace", "moe_layer_freq"},
+    "after_dense": {"first_k_dense_replace"},
     "interleaved": {"moe_layers", "interleave_moe_layer_step"},
 }
 # How one tensor stores the gate and up matrices: the rows of gate, then those of up; the same, transposed; or
@@ -107,7 +107,6 @@ MIXTRAL = ExpertsSpec(
     (per_expert_names("block_sparse_moe", ("w1", "w3", "w2")), stacked_expert_names()),
     "intermediate_size",
     renormalised=True,
-    layer_rule="step",
 )
 QWEN2_MOE = ExpertsSpec(
     (per_expert_names(), stacked_expert_names()),

@@ -63,7 +63,7 @@ class ExpertsConfig:
         # transformers 5 writes num_local_experts for many models; earlier releases used names per model.
         names = [name for name in spec.count_fields if fields.has_field(name)] or [spec.count_fields[-1]]
         count = fields.size(names[0], maximum=MAX_EXPERTS)
-        activation = fields.text("hidden_act", "silu")
+        activation = fields.text("hidden_act")
         if activation not in ("silu", "swish"):
             raise UnsupportedModel(f"config.json: hidden_act {activation[:80]!r} is not supported for experts")
         renormalised, chosen = spec.renormalised, fields.size("num_experts_per_tok", maximum=count)
@@ -72,7 +72,7 @@ class ExpertsConfig:
             count=count,
             chosen=chosen,
             ffn=ffn,
-            renormalised=fields.flag(renormalised, False) if isinstance(renormalised, str) else renormalised,
+            renormalised=fields.flag(renormalised) if isinstance(renormalised, str) else renormalised,
             layers=_read_layers(fields, spec, layers),
             options=_read_options(fields, spec, count, chosen, ffn),
         )
@@ -91,15 +91,14 @@ class ExpertsConfig:
 def _read_layers(fields: ConfigFields, spec: ExpertsSpec, layers: int) -> tuple[bool, ...]:
     match spec.layer_rule:
         case "step":
-            step = fields.size("decoder_sparse_step", 1, maximum=MAX_LAYER_NUMBER)
+            step = fields.size("decoder_sparse_step", maximum=MAX_LAYER_NUMBER)
             dense = fields.id_list("mlp_only_layers")
             return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers))
         case "after_dense":
-            first = fields.size("first_k_dense_replace", 0, minimum=0, maximum=MAX_LAYER_NUMBER)
-            step = fields.size("moe_layer_freq", 1, maximum=MAX_LAYER_NUMBER)
-            return tuple(layer >= first and layer % step == 0 for layer in range(layers))
+            first = fields.size("first_k_dense_replace", minimum=0, maximum=MAX_LAYER_NUMBER)
+            return tuple(layer >= first for layer in range(layers))
         case "interleaved":
-            step = fields.size("interleave_moe_layer_step", 1, maximum=MAX_LAYER_NUMBER)
+            step = fields.size("interleave_moe_layer_step", maximum=MAX_LAYER_NUMBER)
             sparse = fields.id_list("moe_layers") if fields.has_field("moe_layers") else range(step - 1, layers, step)
             return tuple(layer in sparse for layer in range(layers))
         case _:
@@ -112,9 +111,9 @@ def _read_options(fields: ConfigFields, spec: ExpertsSpec, count: int, chosen: i
     return ExpertOptions(
         groups=groups,
         groups_chosen=groups_chosen,
-        scale=fields.number(spec.scale_field, 1.0) if spec.scale_field else 1.0,
-        swiglu_alpha=fields.number("swiglu_alpha", 1.702) if spec.is_clamped else 0.0,
-        swiglu_limit=fields.number("swiglu_limit", 7.0, minimum=1e-3) if spec.is_clamped else 0.0,
+        scale=fields.number(spec.scale_field) if spec.scale_field else 1.0,
+        swiglu_alpha=fields.number("swiglu_alpha") if spec.is_clamped else 0.0,
+        swiglu_limit=fields.number("swiglu_limit", minimum=1e-3) if spec.is_clamped else 0.0,
         shared_ffn=shared_ffn,
         has_shared_gate=bool(shared_ffn and spec.shared is not None and spec.shared.gate),
         has_router_bias=bool(tensors.router_bias),
@@ -128,8 +127,8 @@ def _read_shared_ffn(fields: ConfigFields, spec: ExpertsSpec, ffn: int) -> int:
     if shared is None:
         return 0
     if shared.ffn_field:
-        return fields.size(shared.ffn_field, 0, minimum=0, maximum=MAX_EXPERT_FFN)
-    return ffn * fields.size(shared.count_field, 0, minimum=0, maximum=MAX_EXPERTS)
+        return fields.size(shared.ffn_field, minimum=0, maximum=MAX_EXPERT_FFN)
+    return ffn * fields.size(shared.count_field, minimum=0, maximum=MAX_EXPERTS)
 
 
 def _read_groups(fields: ConfigFields, spec: ExpertsSpec, count: int, chosen: int) -> tuple[int, int]:
@@ -137,20 +136,20 @@ def _read_groups(fields: ConfigFields, spec: ExpertsSpec, count: int, chosen: in
     if not spec.group_best:
         return 1, 1
     if spec.method_field:
-        method = fields.text(spec.method_field, "greedy")
+        method = fields.text(spec.method_field)
         if method not in GROUP_METHODS:
             hint = f"supported: {' '.join(GROUP_METHODS)}"
             raise UnsupportedModel(f"config.json: {spec.method_field} {method[:80]!r} is not supported", hint=hint)
         if not GROUP_METHODS[method]:
             return 1, 1
-    groups = fields.size("n_group", 1, maximum=count)
+    groups = fields.size("n_group", maximum=count)
     if groups == 1:
         return 1, 1
     if count % groups or count // groups < spec.group_best:
         raise fields.invalid_error(
             "n_group", f"a divisor of {count}, with {spec.group_best} or more experts in a group"
         )
-    groups_chosen = fields.size("topk_group", 1, maximum=groups)
+    groups_chosen = fields.size("topk_group", maximum=groups)
     if groups_chosen * (count // groups) < chosen:
         raise fields.invalid_error("topk_group", f"large enough for {chosen} experts in groups of {count // groups}")
     return groups, groups_chosen

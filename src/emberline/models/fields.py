@@ -31,7 +31,7 @@ class ConfigFields:
             raise self.invalid_error(name, f"a number of at least {minimum:g}")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool | None = None) -> bool:
         value = self._get_field(name, default)
         if type(value) is not bool:
             raise self.invalid_error(name, "true or false")

@@ -106,7 +106,7 @@ def _family_fields() -> set[str]:
     others = {"no_rope_layers", "use_bidirectional_attention", "attn_logit_softcapping"}
     others |= STATE_FIELDS - WINDOW_FIELDS
     plain = {"attention_bias", "mlp_bias", "use_sliding_window", "intermediate_size", "hidden_act", "rms_norm_eps"}
-    plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern"}
+    plain |= {"layer_norm_eps", "rope_theta", "hidden_activation", "sliding_window_pattern", "max_window_layers"}
     plain |= {"qkv_bias", "num_nextn_predict_layers", "mtp_num_hidden_layers", "moe_intermediate_size"}
     return set().union(*(arch.read_fields() for arch in strict)) - plain | others
 

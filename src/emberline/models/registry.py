@@ -27,6 +27,7 @@ GEMMA2 = Architecture(
     logit_softcap_field="final_logit_softcapping",
     defaults={
         "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
@@ -66,6 +67,7 @@ GEMMA3 = Architecture(
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
+        "sliding_window_pattern": 6,
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
     },
@@ -88,6 +90,8 @@ OLMO3 = Architecture(
     window_pattern=4,
     has_local_rope=True,
     local_theta_field="rope_theta",
+    # transformers ignores another value for the layers with a window.
+    fixed_fields={"rope_theta": 500000.0},
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
 )
 GRANITE: dict[str, Any] = {
@@ -96,11 +100,17 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier_field": "residual_multiplier",
     "logit_divisor_field": "logits_scaling",
 }
+GRANITE_DEFAULTS = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 GRANITE_MOE: dict[str, Any] = {
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
     **GRANITE,
-    "defaults": {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "defaults": GRANITE_DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
 }
 COHERE: dict[str, Any] = {
     "qkv_bias": "attention_bias",
@@ -124,7 +134,13 @@ DEEPSEEK_V3 = Architecture(
     interleaved_rope="rope_interleave",
     experts=experts_spec.DEEPSEEK_V3,
     mtp_layers_field="num_nextn_predict_layers",
-    fixed_fields={"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0},
+    fixed_fields={
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "num_mtp_layers": 0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
     defaults=DEEPSEEK_DEFAULTS
     | {
         "rope_interleave": True,
@@ -139,6 +155,7 @@ DEEPSEEK_V3 = Architecture(
         "moe_intermediate_size": 2048,
     },
 )
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 GATED_DELTA: dict[str, Any] = {
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
@@ -159,33 +176,61 @@ GATED_DELTA_DEFAULTS: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+# The text_config of a multimodal config.json has only the fields with other values than the defaults.
+QWEN3_5_SIZES = {"vocab_size": 248320, "num_attention_heads": 16, "max_position_embeddings": 32768}
 GATE_FIELD: dict[str, Any] = {"attn_output_gate": True}
 GATED_DELTA_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+QWEN_WINDOWS: dict[str, Any] = {"window": "use_sliding_window", "first_window_field": "max_window_layers"}
+QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
 ARCHITECTURES = {
     "llama": Architecture(**LLAMA_BIASES, is_strict=False),
-    "mistral": Architecture(window=True, is_strict=False),
-    "qwen2": Architecture(qkv_bias=True, window="use_sliding_window", is_strict=False),
+    "mistral": Architecture(
+        window=True, is_strict=False, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    "qwen2": Architecture(**QWEN_WINDOWS, qkv_bias=True, is_strict=False, defaults=QWEN_DEFAULTS),
     "qwen3": Architecture(
+        **QWEN_WINDOWS,
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
-        window="use_sliding_window",
         is_strict=False,
+        defaults=QWEN_DEFAULTS | {"head_dim": 128},
     ),
-    "mixtral": Architecture(window=True, experts=experts_spec.MIXTRAL, is_strict=False),
+    "mixtral": Architecture(
+        window=True,
+        has_layer_types=False,
+        experts=experts_spec.MIXTRAL,
+        is_strict=False,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "qwen3_moe": Architecture(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
-        window="use_sliding_window",
+        window="use_sliding_window",  # of all layers: transformers ignores max_window_layers here
+        has_layer_types=False,
         experts=experts_spec.QWEN3_MOE,
         is_strict=False,
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
     ),
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "phi3": Architecture(
         window=True,
+        has_layer_types=False,
         qkv_tensor="self_attn.qkv_proj",
         gate_up_tensor="mlp.gate_up_proj",
         partial_rotary=True,
@@ -196,7 +241,7 @@ ARCHITECTURES = {
     ),
     "olmo2": OLMO2,
     "olmo3": OLMO3,
-    "granite": Architecture(**LLAMA_BIASES, **GRANITE, defaults={"attention_multiplier": 1.0}),
+    "granite": Architecture(**LLAMA_BIASES, **GRANITE, defaults=GRANITE_DEFAULTS),
     "granitemoehybrid": Architecture(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -205,7 +250,7 @@ ARCHITECTURES = {
         gate_up_tensor="shared_mlp.input_linear",
         down_tensor="shared_mlp.output_linear",
         unrotated="unless_rope",
-        defaults={"attention_multiplier": 1.0, "shared_intermediate_size": 1024, "num_local_experts": 8},
+        defaults=GRANITE_DEFAULTS | {"shared_intermediate_size": 1024, "num_local_experts": 8},
         fixed_fields={"normalization_function": "rmsnorm"},
         ignored_fields=(
             "num_experts_per_tok", "layers_block_type", "init_method", "mamba_n_heads", "mamba_n_groups",
@@ -219,7 +264,14 @@ ARCHITECTURES = {
         qkv_bias="qkv_bias",
         window="use_sliding_window",
         experts=experts_spec.QWEN2_MOE,
-        defaults={"qkv_bias": True, "shared_expert_intermediate_size": 5632},
+        defaults={
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
         # The layers with a window differ between releases of transformers; published models have none.
         fixed_fields={"use_sliding_window": False},
         ignored_fields=("max_window_layers",),
@@ -238,12 +290,18 @@ ARCHITECTURES = {
         partial_rotary=True,
         experts=experts_spec.DEEPSEEK_V3,
         mtp_layers_field="num_nextn_predict_layers",
-        defaults={
+        fixed_fields={"moe_layer_freq": 1},
+        defaults=ONE_GROUP
+        | {
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "norm_topk_prob": True,
             "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
             "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
             "num_nextn_predict_layers": 1,
         },
     ),
@@ -251,12 +309,17 @@ ARCHITECTURES = {
         qkv_bias="attention_bias",
         experts=experts_spec.DEEPSEEK_V3,
         ffn_field="moe_intermediate_size",  # no layer is dense
-        defaults={
+        defaults=ONE_GROUP
+        | {
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1000000.0,
             "head_dim": 128,
             "norm_topk_prob": True,
+            "moe_intermediate_size": 1280,
+            "n_routed_experts": 128,
             "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
         },
         fixed_fields={"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "use_qk_norm": False},
     ),
@@ -265,16 +328,23 @@ ARCHITECTURES = {
         o_bias="attention_bias",
         qk_norm=True,
         window=True,
+        first_window_field="max_window_layers",
         experts=experts_spec.DEEPSEEK_V3,
-        defaults={"sliding_window": 4096, "max_window_layers": 62},
-        fixed_fields={"scoring_func": "noaux_tc", "topk_method": "noaux_tc"},
-        ignored_fields=("max_window_layers",),
+        defaults=ONE_GROUP
+        | {
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 0,
+        },
+        fixed_fields={"moe_layer_freq": 1, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"},
     ),
     "smollm3": Architecture(
         **LLAMA_BIASES,
         window="use_sliding_window",
         unrotated="listed",
-        defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True},
+        defaults={"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
         ignored_fields=("max_window_layers",),
     ),
     "llama4_text": Architecture(
@@ -292,7 +362,15 @@ ARCHITECTURES = {
         experts=experts_spec.LLAMA4,
         ignored_fields=("for_llm_compressor",),
         defaults={
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
             "head_dim": 128,
+            "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
             "use_qk_norm": True,
@@ -308,7 +386,12 @@ ARCHITECTURES = {
         **DEEPSEEK,
         interleaved_rope=True,
         experts=experts_spec.DEEPSEEK_V2,
-        fixed_fields={"attention_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
+        fixed_fields={
+            "attention_bias": False,
+            "moe_layer_freq": 1,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+        },
         defaults=DEEPSEEK_DEFAULTS
         | {"n_routed_experts": 64, "n_shared_experts": 2, "topk_method": "greedy", "moe_intermediate_size": 1407},
     ),
@@ -325,12 +408,23 @@ ARCHITECTURES = {
         ignored_fields=("experts_per_token", "initial_context_length", "router_aux_loss_coef", "output_router_logits"),
         defaults={
             "attention_bias": True,
+            "num_key_value_heads": 8,
             "head_dim": 64,
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
         },
     ),
     "qwen3_next": Architecture(
@@ -343,6 +437,8 @@ ARCHITECTURES = {
         | GATED_DELTA_EXPERTS
         | {
             "intermediate_size": 5632,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
             "num_experts_per_tok": 10,
             "norm_topk_prob": True,
             "num_nextn_predict_layers": 1,
@@ -353,7 +449,9 @@ ARCHITECTURES = {
         delta_tensors="separate",
         mtp_layers_field="mtp_num_hidden_layers",
         fixed_fields=GATE_FIELD,
-        defaults=GATED_DELTA_DEFAULTS,
+        defaults=GATED_DELTA_DEFAULTS
+        | QWEN3_5_SIZES
+        | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4},
     ),
     "qwen3_5_moe_text": Architecture(
         **GATED_DELTA,
@@ -362,7 +460,11 @@ ARCHITECTURES = {
         fixed_fields=GATE_FIELD | {"norm_topk_prob": True, "decoder_sparse_step": 1},
         experts=experts_spec.QWEN3_5_MOE,
         ffn_field="moe_intermediate_size",  # no layer is dense
-        defaults=GATED_DELTA_DEFAULTS | GATED_DELTA_EXPERTS | {"num_experts_per_tok": 8},
+        defaults=GATED_DELTA_DEFAULTS
+        | GATED_DELTA_EXPERTS
+        | QWEN3_5_SIZES
+        | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2}
+        | {"num_experts": 256, "num_experts_per_tok": 8},
     ),
     "cohere": Architecture(
         **COHERE, qk_norm="use_qk_norm", qk_norm_kind="head_layer", defaults=COHERE_DEFAULTS | {"rope_theta": 500000.0}

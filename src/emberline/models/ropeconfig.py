@@ -52,13 +52,13 @@ class RopeConfig:
         kind = (aliases or {}).get(kind, kind)
         if kind not in KINDS:
             raise UnsupportedModel(f"rope scaling {kind[:40]!r} is not supported", hint=f"supported: {' '.join(KINDS)}")
-        fraction = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+        fraction = fields.number("partial_rotary_factor", config.number("partial_rotary_factor"))
         dim = int(head_dim * fraction)
         if dim % 2 or not 2 <= dim <= head_dim:
             raise fields.invalid_error(
                 "partial_rotary_factor", f"a fraction such that an even number of head_dim {head_dim} is rotated"
             )
-        theta = fields.number("rope_theta", config.number(theta_field, 10000.0, minimum=1.001), minimum=1.001)
+        theta = fields.number("rope_theta", config.number(theta_field, minimum=1.001), minimum=1.001)
         original = fields.size("original_max_position_embeddings", max_position, maximum=MAX_CONTEXT_TOKENS)
         original = config.size("original_max_position_embeddings", original, maximum=MAX_CONTEXT_TOKENS)
         return KINDS[kind](RopeConfig(dim, theta, original, kind), fields, max_position)
@@ -76,7 +76,9 @@ def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_posi
     They are in rope_parameters (from transformers 5 on), or in rope_scaling and rope_theta (before that).
     """
     names = [name for name in ("rope_parameters", "rope_scaling") if config.has_field(name)]
-    fields = config.section(names[0] if names else "rope_scaling")
+    if config.values.get("rope_scaling") == {}:
+        names.remove("rope_scaling")
+    fields = config.section(names[0]) if names else ConfigFields(arch.default_rope, config.where)
     if len(names) == 2 and fields.values != config.section(names[1]).values:
         raise UnsupportedModel(
             "config.json: rope_parameters and rope_scaling differ", hint="remove rope_scaling or make them equal"
@@ -86,10 +88,16 @@ def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_posi
     if is_nested != (arch.has_local_rope and names[:1] == ["rope_parameters"]):
         found = "different rope parameters per layer type are" if is_nested else "rope parameters for all layers are"
         raise UnsupportedModel(f"{fields.where}: {found} not supported for this model type")
+    is_old_type = fields.has_field("type") and not fields.has_field("rope_type")
+    if arch.has_local_rope and names == ["rope_scaling"] and is_old_type:
+        raise UnsupportedModel(
+            "config.json: rope_scaling has a type, which transformers ignores for this model type",
+            hint="rename it to rope_type",
+        )
     if is_nested:
         fields, local = fields.section("full_attention"), fields.section("sliding_attention")
     rope = RopeConfig.from_hf(fields, config, head_dim, max_position, aliases=arch.rope_aliases)
-    if arch.is_strict and not arch.partial_rotary and rope.dim != head_dim:
+    if not arch.partial_rotary and rope.dim != head_dim:
         raise UnsupportedModel(f"{fields.where}: partial_rotary_factor is not supported for this model type")
     if arch.latent_attention:
         return Ropes(rope, score_factor=_read_score_factor(fields, rope))
@@ -144,7 +152,7 @@ def _read_yarn_scaling(rope: RopeConfig, fields: ConfigFields, max_position: int
         else _yarn_temperature(1.0, factor)
     )
     attention = fields.number("attention_factor", usual)
-    truncate = fields.flag("truncate", True)
+    truncate = fields.flag("truncate", "truncate" not in fields.values)  # transformers reads null as false
     return replace(rope, factor=factor, attention_factor=attention, beta_fast=fast, beta_slow=slow, truncate=truncate)
 
 
