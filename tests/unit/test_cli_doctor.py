@@ -22,6 +22,7 @@ from emberline.cli.doctor_gpu import DetectedGPU
 from emberline.engine import memory
 from emberline.engine.memory import kv_token_bytes, plan_memory, weight_bytes
 from emberline.engine.ranks.layout import Layout
+from emberline.hub.pull import checkpoint_path
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.kv import mooncake
@@ -151,6 +152,16 @@ def test_missing_model_is_not_downloaded(run: Run, name: str, tmp_path: Path, mo
     code, output = run("--model", name)
     assert code == 0 and f"{name} is not in the local cache" in output and f"emberline pull {name}" in output
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_embedder_that_is_downloaded_later_is_reported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
+    code, output = run("--model", write_model(tmp_path / "m"))
+    assert code == 0 and "the first embeddings request downloads its 83.5 MB" in output
+    checkpoint_path("minilm", tmp_path).mkdir(parents=True)
+    assert "minilm: sentence embedder MiniLM-L6" in run("--model", tmp_path / "m")[1]
 
 
 def test_every_option_changes_plan(run: Run, tmp_path: Path) -> None:

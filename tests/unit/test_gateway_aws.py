@@ -8,8 +8,10 @@ import json
 from typing import Any
 
 import pytest
+from blocked_executor import BlockedExecutor
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.offload import LARGE_INPUT_BYTES
 from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.providers.aws_bedrock import Bedrock, _parse_key
 from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
@@ -90,6 +92,22 @@ def test_bedrock_credentials(url: str, key: str, name: str, sent: str) -> None:
 
     sender: Any = Sender()
     asyncio.run(Bedrock().send(ProviderRequest("POST", url, {"authorization": f"Bearer {key}"}, b"{}"), sender, 1, NOW))
+
+
+def test_large_bodies_are_signed_in_threads_of_their_own() -> None:
+    class Sender:
+        async def send(self, out: ProviderRequest, seconds: float) -> BufferedReply:
+            assert out.headers["authorization"].startswith("AWS4-HMAC-SHA256")
+            return BufferedReply(200, {}, b"{}")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(BlockedExecutor())
+        sender: Any = Sender()
+        headers = {"authorization": "Bearer AKIAIOSFODNN7EXAMPLE:a/secret+1"}
+        url = "https://bedrock-runtime.us-east-1.amazonaws.com/model/m/converse"
+        await Bedrock().send(ProviderRequest("POST", url, headers, bytes(LARGE_INPUT_BYTES)), sender, 1, NOW)
+
+    asyncio.run(run())
 
 
 def test_session_token_is_signed() -> None:

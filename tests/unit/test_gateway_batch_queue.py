@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from blocked_executor import BlockedExecutor
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, NotFound, Overloaded
@@ -132,6 +134,18 @@ def test_batches_are_listed_only_after_a_change_or_an_expiry(tmp_path: Path) -> 
         assert await polls_list() and not await polls_list()
         with pytest.raises(NotFound):
             await queue.read_result("a", batch.id, WHO)
+
+    run_async(tmp_path, play)
+
+
+def test_batches_do_not_use_threads_of_other_work(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        asyncio.get_running_loop().set_default_executor(BlockedExecutor())
+        queue = BatchQueue(store, model, lambda: 0, wall)
+        batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
+        async with queue.run_in_background():
+            found = await wait_until_done(queue, batch.id)
+            assert json.loads(await queue.encode("a", WHO, found)) == found
 
     run_async(tmp_path, play)
 

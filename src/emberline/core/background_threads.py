@@ -1,10 +1,29 @@
-"""BackgroundThreads: runs pieces of work in daemon threads, and keeps idle threads for later work."""
+"""Runs pieces of work in daemon threads, for which a process does not wait when it ends."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a thread with this name, and return the future of its result."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(work())
+        except BaseException as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 class BackgroundThreads:

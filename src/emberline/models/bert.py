@@ -5,6 +5,7 @@ It maps each text to one unit vector.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class BertEmbedder:
         reader.weights.finish(IGNORABLE_TENSORS)
         return embedder
 
-    def embed(self, texts: list[list[int]]) -> Tensor:
+    def embed(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Return float32[n, dim], a unit vector per text. A text is a list of token ids with special tokens."""
         for i, ids in enumerate(texts):
             self._check_token_ids(i, ids)
@@ -103,7 +104,7 @@ class BertEmbedder:
                 out[chunk] = self._encode([texts[i] for i in chunk])
         return out
 
-    def _check_token_ids(self, index: int, ids: list[int]) -> None:
+    def _check_token_ids(self, index: int, ids: Sequence[int]) -> None:
         if not ids:
             raise InvalidRequest(f"input {index} has no tokens", param="input")
         if len(ids) > self.max_length:
@@ -114,7 +115,7 @@ class BertEmbedder:
         if min(ids) < 0 or max(ids) >= self.vocab:
             raise InvalidRequest(f"input {index} has a token id outside [0, {self.vocab})", param="input")
 
-    def _encode(self, texts: list[list[int]]) -> Tensor:
+    def _encode(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Encode the texts as one concatenated sequence without padding.
 
         Attention and pooling are computed for each text on its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from emberline.core.errors import BodyMemoryFull, BodyTooLarge, UnsupportedMediaType
 from emberline.trace.span import Span
@@ -14,6 +14,7 @@ from emberline.wire.sse import dumps
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
+T = TypeVar("T")
 
 
 EVENT_STREAM_TYPE = "text/event-stream; charset=utf-8"
@@ -93,8 +94,8 @@ class Exchange:
         """Send the next part of the reply's body. `last` marks the final part."""
         return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` to its end. If the client disconnects, cancel `work` and raise ClientDisconnected.
+    async def run_while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientDisconnected.
 
         The request's body must have been read before."""
         task = asyncio.ensure_future(work)
@@ -109,7 +110,7 @@ class Exchange:
                     each.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await each
-        task.result()
+        return task.result()
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

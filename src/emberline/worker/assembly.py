@@ -10,15 +10,16 @@ from pathlib import Path
 
 from emberline import __version__
 from emberline.api.openapi import build_document
-from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig
+from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, cache_dir
 from emberline.core.cpus import core_count
-from emberline.core.errors import DownloadError, UnsupportedModel
+from emberline.core.errors import UnsupportedModel
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarTrialProcess
 from emberline.engine.messages import LoadedModelInfo
-from emberline.hub.source import resolve_model
+from emberline.hub.pull import KNOWN_MODELS, checkpoint_path
+from emberline.hub.source import ModelNotPulled, resolve_model
 from emberline.server.metrics import ModelMetrics
 from emberline.server.pages import StaticPage, load_pages
 from emberline.server.tracing import RequestTracing
@@ -32,6 +33,7 @@ from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.generator import Generator
 from emberline.worker.grammar_checker import GrammarChecker
+from emberline.worker.on_demand_embedder import AnyEmbeddingModel, OnDemandEmbeddingModel
 from emberline.worker.output_styles import select_output_styles
 from emberline.worker.prompt_builder import PromptBuilder
 from emberline.worker.response_store import ResponseStore
@@ -41,6 +43,7 @@ log = logging.getLogger("emberline.server")
 
 TEMPLATE_PROCESSES = 2  # of each model; one tenant uses one of them at most
 GRAMMAR_TRIAL_PROCESSES = 2  # one tenant uses one of them at most
+DEFAULT_EMBEDDER_DIM, DEFAULT_EMBEDDER_MAX_TOKENS = 384, 256  # known before its files are downloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class PreloadedResources:
     """What a server needs besides the engine. It is loaded while the engine starts."""
 
     models: dict[str, TokenizerAndTemplate]
-    embedding_model: EmbeddingModel | None
+    embedding_model: AnyEmbeddingModel | None
     pages: dict[str, StaticPage]
 
 
@@ -72,7 +75,7 @@ def preload_resources(config: ServerConfig, directories: Mapping[str, Path]) -> 
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
     build_document(__version__)  # takes 50 ms; EngineApp uses it later
-    return PreloadedResources(models, _load_embedding_model(config.embedder), load_pages())
+    return PreloadedResources(models, _open_embedding_model(config), load_pages())
 
 
 def load_tokenizer_and_template(directory: Path, config: ServerConfig) -> TokenizerAndTemplate:
@@ -83,25 +86,31 @@ def load_tokenizer_and_template(directory: Path, config: ServerConfig) -> Tokeni
     return TokenizerAndTemplate(directory, Tokenizer.load(directory), template, processes)
 
 
-def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
-    """Return the embedding model; None if it is turned off, or if the default model cannot be downloaded."""
+def _open_embedding_model(config: ServerConfig) -> AnyEmbeddingModel | None:
+    """Return the embedding model; None if it is turned off. The default one is downloaded when it is first used."""
+    name = config.embedder
     if name is None:
         return None
+    description = KNOWN_MODELS[name].label if name in KNOWN_MODELS else "sentence embedder"
+    timeout = min(config.request_timeout, config.token_timeout)
+
+    def load(*, allow_download: bool = True) -> EmbeddingModel:
+        directory = resolve_model(name, allow_download=allow_download)
+        return EmbeddingModel(name, directory, core_count(), timeout, description)
+
     try:
-        directory = resolve_model(name)
-    except DownloadError as error:
-        if name != DEFAULT_EMBEDDER:
-            raise
-        log.warning("Embedding model unavailable, /v1/embeddings is off: model=%s reason=%s", name, error)
-        return None
-    return EmbeddingModel(name, directory, core_count())
+        return load(allow_download=name != DEFAULT_EMBEDDER)
+    except ModelNotPulled:
+        directory = checkpoint_path(name, cache_dir())
+        dim, max_tokens = DEFAULT_EMBEDDER_DIM, DEFAULT_EMBEDDER_MAX_TOKENS
+        return OnDemandEmbeddingModel(name, description, directory, dim, max_tokens, load)
 
 
 @dataclass(frozen=True, slots=True)
 class AssembledServer:
     app: EngineApp
     catalog: ModelCatalog
-    embedding_model: EmbeddingModel | None
+    embedding_model: AnyEmbeddingModel | None
     response_store: ResponseStore | None = None
 
     def close(self) -> None:

@@ -33,10 +33,10 @@ from emberline.tokens.tokenizer import Tokenizer
 from emberline.worker.block_events import BlockEventStream
 from emberline.worker.catalog import LoadedModel, ModelCatalog
 from emberline.worker.cluster_handler import ClusterHandler
-from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.ignored_fields import IgnoredFieldPolicy
 from emberline.worker.ollama_handler import OllamaHandler
+from emberline.worker.on_demand_embedder import AnyEmbeddingModel
 from emberline.worker.prompt_builder import LONG_TEXT_CHARS
 from emberline.worker.protocols import PROTOCOLS, parse_with_result_limit
 from emberline.worker.rank_metrics import build_expert_metrics, build_rank_metrics
@@ -60,7 +60,7 @@ class EngineApp:
         config: ServerConfig,
         engine: AsyncEngine,
         catalog: ModelCatalog,
-        embedding_model: EmbeddingModel | None,
+        embedding_model: AnyEmbeddingModel | None,
         pages: dict[str, StaticPage],
         tracing: RequestTracing | None = None,
         response_store: ResponseStore | None = None,
@@ -161,7 +161,7 @@ class EngineApp:
         headers = self._ignored_fields.apply(call.ignored)
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="start the server with --embedder minilm")
-        vectors, tokens = await self._embeddings.embed(call)
+        vectors, tokens = await exchange.run_while_connected(self._embeddings.embed(call))
         if exchange.span is not None:
             exchange.span.attributes |= {
                 "gen_ai.request.model": self._embeddings.name,
@@ -325,8 +325,12 @@ class EngineApp:
             for model in self._catalog
         ]
         if self._embeddings is not None:
-            length = self._embeddings.max_tokens
-            served.append(models.ServedModel(self._embeddings.name, int(self._start_time), length, kind="embedding"))
+            embedder, created = self._embeddings, int(self._start_time)
+            served.append(
+                models.ServedModel(
+                    embedder.name, created, embedder.max_tokens, kind="embedding", description=embedder.description
+                )
+            )
         return served
 
 

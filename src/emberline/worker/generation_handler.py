@@ -54,6 +54,8 @@ class GenerationHandler:
         defaults: dict[str, Any] = {
             name: value for name, value in model.sampling_defaults.items() if name in call.unset_params
         }
+        if "max_tokens" in defaults:  # a request may set only a minimum, above the default limit
+            defaults["max_tokens"] = max(defaults["max_tokens"], call.params.min_tokens)
         if call.params.seed is None and context.seed is not None:
             defaults["seed"] = context.seed
         salt = f"{context.tenant} {call.common.cache_salt}" if context.tenant else call.common.cache_salt

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from emberline.core.background_threads import run_in_daemon_thread
 from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.engine_config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest
@@ -48,8 +47,6 @@ QUANTISED_WEIGHTS = ("quantised", "fp8", "int4", "gguf", "q4", "q8")  # of Numer
 LEASE_DRAIN_TIMEOUT_S = 5.0
 ROUTER_TIMEOUT_S = 120  # after which requests of a router whose machine is unreachable are aborted
 
-T = TypeVar("T")
-
 
 async def serve(
     config: ServerConfig,
@@ -69,7 +66,11 @@ async def serve(
     port = listener.getsockname()[1]
     config = _prepare_worker(_check_access(config, listener), listener)
     server = await answer_while_loading(listener, tls.listener_context() if tls is not None else None)
-    directories = await _run_in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
+    # In a daemon thread, so that Ctrl-C works during a download of several minutes.
+    resolving = run_in_daemon_thread(
+        "loading", lambda: {name: resolve_model(source) for name, source in config.models.items()}
+    )
+    directories = await asyncio.wrap_future(resolving)
     if config.worker is not None and config.worker.can_sleep:
         time_sharing_config = replace(time_sharing_config, models_can_sleep=True)
     configs = _build_engine_configs(_add_transfer(engine_config, config, port), directories)
@@ -88,8 +89,6 @@ async def serve(
         service = "emberline-server" if config.worker is None else "emberline-worker"
         async with open_tracing(config.trace, service, _worker_name(config.worker, port)) as spans:
             assembled = assemble_server(config, parts, engine, spans, tls)
-            if assembled.embedding_model is not None:
-                held.append(hold_model(assembled.embedding_model.directory))
             manager = open_management(config, engine_config, assembled)
             _log_models(engine.model_info)
             if config.worker is not None:
@@ -141,24 +140,6 @@ def _build_engine_configs(config: EngineConfig, directories: Mapping[str, Path])
         name: replace(config.with_kv_ports(i), model=str(directory))
         for i, (name, directory) in enumerate(directories.items())
     }
-
-
-async def _run_in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread and return its result.
-
-    A process does not wait for daemon threads when it ends. So Ctrl-C works during a download of several minutes.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        done.set_running_or_notify_cancel()
-        try:
-            done.set_result(work())
-        except BaseException as e:
-            done.set_exception(e)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return await asyncio.wrap_future(done)
 
 
 def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig:

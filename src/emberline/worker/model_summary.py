@@ -10,7 +10,7 @@ from emberline.core.errors import ModelError
 from emberline.core.jsonfile import read_object_if_exists
 from emberline.hub.checkpoint import Checkpoint
 from emberline.worker.catalog import LoadedModel
-from emberline.worker.embedding_model import EmbeddingModel
+from emberline.worker.on_demand_embedder import AnyEmbeddingModel
 
 UNKNOWN_ARCHITECTURE = "unknown"
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -39,7 +39,7 @@ def summarize_chat_model(model: LoadedModel, created: int) -> OllamaModel:
     )
 
 
-def summarize_embedder(model: EmbeddingModel, created: int) -> OllamaModel:
+def summarize_embedder(model: AnyEmbeddingModel, created: int) -> OllamaModel:
     config = read_object_if_exists(model.directory / "config.json")
     return OllamaModel(
         name=model.name,

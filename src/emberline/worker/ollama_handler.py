@@ -16,10 +16,10 @@ from emberline.core.errors import InvalidRequest
 from emberline.server.exchange import Exchange
 from emberline.server.route_table import Handler, HTTPRoute
 from emberline.worker.catalog import LoadedModel, ModelCatalog
-from emberline.worker.embedding_model import EmbeddingModel
 from emberline.worker.generation_handler import GenerationHandler
 from emberline.worker.ignored_fields import IgnoredFieldPolicy
 from emberline.worker.model_summary import summarize_chat_model, summarize_embedder
+from emberline.worker.on_demand_embedder import AnyEmbeddingModel
 from emberline.worker.protocols import OLLAMA_CHAT_PATH, OLLAMA_GENERATE_PATH
 from emberline.worker.request_context import RequestContext
 
@@ -42,7 +42,7 @@ class OllamaHandler:
     def __init__(
         self,
         catalog: ModelCatalog,
-        embedding_model: EmbeddingModel | None,
+        embedding_model: AnyEmbeddingModel | None,
         generation: GenerationHandler,
         ignored_fields: IgnoredFieldPolicy,
         parse_body: ParseBody,
@@ -93,7 +93,7 @@ class OllamaHandler:
         headers = self._ignored_fields.apply(call.ignored)
         started_at = time.monotonic_ns()
         model = self._require_embedder()
-        vectors, tokens = await model.embed(call) if call.inputs else ((), 0)
+        vectors, tokens = await exchange.run_while_connected(model.embed(call)) if call.inputs else ((), 0)
         duration = max(1, time.monotonic_ns() - started_at)
         self._record_embedding(exchange, model, tokens)
         body = embed.render_embed(call, vectors, tokens, model.name, duration)
@@ -103,19 +103,19 @@ class OllamaHandler:
         call = self._with_tenant(await self._parse_body(embed.parse_embeddings, exchange), exchange)
         headers = self._ignored_fields.apply(call.ignored)
         model = self._require_embedder()
-        vectors, tokens = await model.embed(call)
+        vectors, tokens = await exchange.run_while_connected(model.embed(call))
         self._record_embedding(exchange, model, tokens)
         await exchange.reply_json(embed.render_embeddings(vectors), headers=headers)
 
     def _with_tenant(self, call: EmbeddingCall, exchange: Exchange) -> EmbeddingCall:
         return replace(call, common=replace(call.common, tenant=self._make_context(exchange).tenant))
 
-    def _require_embedder(self) -> EmbeddingModel:
+    def _require_embedder(self) -> AnyEmbeddingModel:
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="start the server with --embedder minilm")
         return self._embeddings
 
-    def _record_embedding(self, exchange: Exchange, model: EmbeddingModel, tokens: int) -> None:
+    def _record_embedding(self, exchange: Exchange, model: AnyEmbeddingModel, tokens: int) -> None:
         if exchange.span is not None:
             exchange.span.attributes |= {"gen_ai.request.model": model.name, "gen_ai.usage.input_tokens": tokens}
 
@@ -142,7 +142,7 @@ class OllamaHandler:
         embedders = [self._embeddings] if self._embeddings is not None else []
         return [await self._summarize(model) for model in (*self._catalog, *embedders)]
 
-    async def _summarize(self, model: LoadedModel | EmbeddingModel) -> models.OllamaModel:
+    async def _summarize(self, model: LoadedModel | AnyEmbeddingModel) -> models.OllamaModel:
         """Return the summary of a model. The headers of a large checkpoint take up to a second, so they are read
         once, in a thread."""
         if (summary := self._summaries.get(model.name)) is None:
@@ -150,5 +150,6 @@ class OllamaHandler:
                 summary = await asyncio.to_thread(summarize_chat_model, model, self._started_at)
             else:
                 summary = await asyncio.to_thread(summarize_embedder, model, self._started_at)
-            self._summaries[model.name] = summary
+            if summary.num_bytes:  # 0: an embedder that is not downloaded yet
+                self._summaries[model.name] = summary
         return summary

@@ -61,7 +61,7 @@ def parse(body: bytes) -> OpenAICompletionCall:
         raise InvalidRequest(what, param="prompt", hint="split the request")
     max_tokens = request.resolve_max_tokens(("max_tokens", request.max_tokens))
     if max_tokens is None and request.n_predict is None:  # n_predict: -1 means no limit
-        max_tokens = DEFAULT_MAX_TOKENS
+        max_tokens = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
     if max_tokens == 0 and not request.echo:
         hint = "send max_tokens of 1 or more, or echo: true"
         raise InvalidRequest("max_tokens is 0 without echo: nothing to return", param="max_tokens", hint=hint)

@@ -18,6 +18,7 @@ class ServedModel:
     owned_by: str = "emberline"
     kind: str = "chat"  # or "embedding"; the playground offers each kind its own page
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # values for requests that do not set them
+    description: str = ""  # for names that do not say what the model is
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
@@ -49,4 +50,8 @@ def _render_model_entry(model: ServedModel) -> dict[str, Any]:
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
-    return {**entry, "default_sampling_params": dict(model.sampling_defaults)} if model.sampling_defaults else entry
+    if model.description:
+        entry["description"] = model.description
+    if model.sampling_defaults:
+        entry["default_sampling_params"] = dict(model.sampling_defaults)
+    return entry

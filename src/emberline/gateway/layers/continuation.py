@@ -16,6 +16,7 @@ from emberline.gateway.core.assistant_prefill import AssistantPrefill
 from emberline.gateway.core.errors import ProviderErrorReply, UpstreamTimeout
 from emberline.gateway.core.request import GatewayReply, GatewayRequest, Handler, RequestStep
 from emberline.gateway.dialects.canonical import CanonicalRequest
+from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.layers.fallbacks import call_for_step, fallback_steps
 from emberline.gateway.providers.provider_call import CHAT_DIALECTS, choose_dialect
 from emberline.gateway.providers.registry import ProviderRegistry
@@ -28,6 +29,7 @@ from emberline.gateway.streams.continuation import (
 from emberline.gateway.streams.continued_stream import ContinuedStream
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
 from emberline.wire.deltas import ChatDialect
+from emberline.wire.reply_context import ReplyContext
 
 
 class ContinuationLayer:
@@ -49,15 +51,16 @@ class ContinuationLayer:
                 if dialect is not None and _may_be_continued(call)
                 else None
             )
+            context = None if conversation is None else await _read_context(call, conversation.dialect)
             reply = await inner(call)
-            if conversation is None or isinstance(reply.body, bytes):
+            if conversation is None or context is None or isinstance(reply.body, bytes):
                 return reply
             steps = list(enumerate(call.steps or fallback_steps(call)))
             rest = steps[reply.step_index + 1 :]
             continuation = _StreamContinuation(
                 call, conversation, rest or steps[-1:], not rest, self._retry_handler, self._registry
             )
-            return ContinuedStream(call, conversation.dialect, reply, continuation.continue_stream).reply
+            return ContinuedStream(call, conversation.dialect, context, reply, continuation.continue_stream).reply
 
         return handle
 
@@ -72,6 +75,14 @@ async def _continuable_conversation(call: GatewayRequest, dialect: ChatDialect) 
         return parse_continuable_request(call.body, dialect)
     try:
         return await offload.run(len(call.body), parse_continuable_request_outline, call.body, dialect)
+    except WorkTooLarge:
+        return None
+
+
+async def _read_context(call: GatewayRequest, dialect: ChatDialect) -> ReplyContext | None:
+    """Return the fields of the request that its stream repeats. If reading takes too long, the result is None."""
+    try:
+        return await offload.run_inline_if_small(len(call.body), read_reply_context, call.body, dialect, id=call.id)
     except WorkTooLarge:
         return None
 

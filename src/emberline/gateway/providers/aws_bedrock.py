@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -47,6 +48,9 @@ class _AwsKey(msgspec.Struct, rename="camel"):
     region: str = DEFAULT_REGION
 
 
+SIGNING_THREADS = 2  # of each provider; with none of its own, large bodies would delay other work in threads
+
+
 class Bedrock(Provider):
     slug = "aws-bedrock"
     paths: ClassVar[Mapping[Dialect, str]] = {"anthropic": "model/{model}"}
@@ -58,6 +62,10 @@ class Bedrock(Provider):
             f"{MANTLE}/{{}}/v1/chat/completions",
         )
     )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._signers = ThreadPoolExecutor(SIGNING_THREADS, thread_name_prefix="aws-signing")
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         claude = "claude" in endpoint and endpoint.endswith("/invoke")
@@ -112,7 +120,8 @@ class Bedrock(Provider):
         if not text.startswith(ALGORITHM) and (key := _parse_key(text)) is not None:
             # Hashing 30 MB takes 80 ms and releases the GIL, so a thread keeps the event loop free.
             sign = partial(_sign_request, request, key, now)
-            headers = sign() if len(request.body) < LARGE_INPUT_BYTES else await asyncio.to_thread(sign)
+            is_small = len(request.body) < LARGE_INPUT_BYTES
+            headers = sign() if is_small else await asyncio.get_running_loop().run_in_executor(self._signers, sign)
             request = msgspec.structs.replace(request, headers=headers)
         elif MANTLE in request.url and not text.startswith(ALGORITHM):
             others = {name: value for name, value in request.headers.items() if name != "authorization"}

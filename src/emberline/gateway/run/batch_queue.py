@@ -27,6 +27,7 @@ from emberline.gateway.run.batch_store import BatchStore, PackedRequests, RunBat
 from emberline.gateway.run.run_replies import FAILED_CODE, build_failure_envelope, is_provider_busy, read_envelope
 from emberline.gateway.run.run_request import encode_request, translate_request
 from emberline.gateway.store.base import Document, GatewayStore
+from emberline.wire import sse
 
 log = logging.getLogger("emberline.gateway")
 
@@ -117,6 +118,10 @@ class BatchQueue:
         results, _ = await self._batches.read_part(batch, "out")
         return {"responses": results, "usage": _sum_usage(results)}
 
+    async def encode(self, account: str, identity: Identity, result: Json) -> bytes:
+        """Return a batch's result as JSON. It may be large, so a thread of the batches encodes it."""
+        return await self._batches.run_in_thread((account, identity.key_id), sse.dumps, result)
+
     @asynccontextmanager
     async def run_in_background(self) -> AsyncIterator[BatchQueue]:
         """Process batches in the background while this context is open."""
@@ -127,6 +132,7 @@ class BatchQueue:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+            self._batches.close()
 
     # -- background work -----------------------------------------------------------------------------------------------
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
 import zlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 
+from emberline.core.fair_threads import FairThreads
 from emberline.gateway.store.base import AuditEntry, Document, DocumentKind, GatewayStore, StoreChange
 
 Json = dict[str, Any]
@@ -19,6 +19,9 @@ BATCH_KIND: DocumentKind = "batch"
 BATCH_PART_KIND: DocumentKind = "batch_part"
 
 PAGE_SIZE = 200
+ROW_THREADS = 2  # pack and unpack requests and results; a key uses one of them at most
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RunBatch(msgspec.Struct, kw_only=True):
@@ -58,6 +61,10 @@ class RunBatch(msgspec.Struct, kw_only=True):
         )
 
     @property
+    def owning_key(self) -> tuple[str, str]:
+        return self.account, self.key_id
+
+    @property
     def summary(self) -> Json:
         """Return the batch in the JSON form of Workers AI's API."""
         return {"status": self.status, "request_id": self.id, "model": self.model}
@@ -71,6 +78,7 @@ class BatchStore:
 
     def __init__(self, store: GatewayStore) -> None:
         self._store = store
+        self._threads = FairThreads("packings and readings of batches", ROW_THREADS)
 
     async def store_version(self) -> int:
         """Return a number that increases with every change of the store."""
@@ -90,7 +98,16 @@ class BatchStore:
         Return [] and None if the part is not stored. The parts are "in" (requests) and "out" (results).
         """
         found = await self._store.get(BATCH_PART_KIND, batch.account, f"{batch.id}/{part_name}")
-        return ([] if found is None else await asyncio.to_thread(_unpack_rows, found.body)), found
+        return ([] if found is None else await self.run_in_thread(batch.owning_key, _unpack_rows, found.body)), found
+
+    async def run_in_thread(
+        self, key: tuple[str, str], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call the function in a thread of the batches. The keys, each an account and a key's id, take turns."""
+        return await self._threads.run("/".join(key), function, *args, **kwargs)
+
+    def close(self) -> None:
+        self._threads.close()
 
     async def add_batch(self, batch: RunBatch, requests: PackedRequests) -> None:
         put = [_batch_document(batch, 0), _part_document(batch, "in", requests.packed, 0)]
@@ -107,7 +124,8 @@ class BatchStore:
         put = [_batch_document(batch, version)]
         if results is not None:
             rows, results_version = results
-            put.append(_part_document(batch, "out", await asyncio.to_thread(pack_rows, rows), results_version))
+            packed = await self.run_in_thread(batch.owning_key, pack_rows, rows)
+            put.append(_part_document(batch, "out", packed, results_version))
         await self._store.commit(StoreChange(_audit_entry(batch, batch.status, now_ms), put=put))
 
     async def remove_batch(self, document: Document, now_ms: int) -> None:

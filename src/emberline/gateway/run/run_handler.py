@@ -115,12 +115,8 @@ class RunHandler:
             run = await _parse_inbound(inbound, caller)
             if run.request_id is not None:
                 found = await self._queue.read_result(run.account, run.request_id, run.identity)
-                return GatewayReply(
-                    200,
-                    {**JSON_HEADERS},
-                    await asyncio.to_thread(sse.dumps, build_success_envelope(found)),
-                    ended="complete",
-                )
+                body = await self._queue.encode(run.account, run.identity, build_success_envelope(found))
+                return GatewayReply(200, {**JSON_HEADERS}, body, ended="complete")
             if run.queued:
                 return _json_reply(build_success_envelope(await self._add_batch(run, inbound)))
             return await self._run_now(run, inbound)

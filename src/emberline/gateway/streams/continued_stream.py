@@ -15,12 +15,12 @@ from emberline.gateway.core.errors import UpstreamBroken, UpstreamFailed
 from emberline.gateway.core.request import GatewayReply, GatewayRequest
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.dialects.delta_order import DeltaOrderChecker
-from emberline.gateway.dialects.reply_context import read_reply_context
 from emberline.gateway.dialects.translate import CODECS, write_delta
 from emberline.gateway.streams.repetition_filter import RepetitionFilter
 from emberline.wire import deltas, sse
 from emberline.wire.deltas import ChatDialect
 from emberline.wire.event_splitter import EventSplitter, read_event_data
+from emberline.wire.reply_context import ReplyContext
 
 # Returns the reply that continues after this text and this broken reply, with its repetition filter; None if none can.
 FindContinuation: TypeAlias = Callable[[str, GatewayReply], Awaitable[tuple[GatewayReply, RepetitionFilter] | None]]
@@ -32,11 +32,16 @@ class ContinuedStream:
     """The joined stream that the client receives. It is the body of `reply`, the gateway's reply."""
 
     def __init__(
-        self, call: GatewayRequest, dialect: ChatDialect, first_reply: GatewayReply, find_continuation: FindContinuation
+        self,
+        call: GatewayRequest,
+        dialect: ChatDialect,
+        context: ReplyContext,
+        first_reply: GatewayReply,
+        find_continuation: FindContinuation,
     ) -> None:
         self._call, self._dialect, self._find_continuation = call, dialect, find_continuation
         self._broken_costs = ExtraCost()  # usage and cost of the replies that broke
-        self._writer = CODECS[dialect].make_writer(read_reply_context(call.body, dialect, id=call.id))
+        self._writer = CODECS[dialect].make_writer(context)
         self._order_checker = DeltaOrderChecker(single_choice=True)
         self._output: list[bytes] = []
         self._sent_texts: list[str] = []

@@ -52,8 +52,10 @@ class ReplyRelay:
         # No resume endpoint there, or another cluster key.
         cannot_resume = is_resume and reply.status in (401, 403, 404)
         if cannot_resume or reply.status in (429, 500, 502, 503) or (routed.has_reply_started and reply.status != 200):
-            # The request itself may cause a 500, which therefore must not open the worker's circuit breaker.
-            attempt.outcome = "failed" if reply.status in (502, 503) else "refused"
+            # The request itself may cause a 500, which therefore must not open the worker's circuit breaker. Neither
+            # must an embedder that is being downloaded, or cannot be: the worker still generates text.
+            is_worker_down = reply.status in (502, 503) and routed.is_generation
+            attempt.outcome = "failed" if is_worker_down else "refused"
             body = await reply.read_all()
             if cannot_resume and routed.prefill is not None:
                 routed.prefill.failure = "unable"
