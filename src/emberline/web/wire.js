@@ -76,6 +76,24 @@ async function send(path, headers, options) {
   throw failure(error ?? { message: response.statusText }, response.status, response.headers.get("Retry-After"));
 }
 
+/** Yield the lines of a stream of text, as they arrive. */
+export async function* readLines(stream) {
+  const reader = stream.getReader();
+  const decoder = new TextDecoder();
+  let pending = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const lines = (pending + decoder.decode(value, { stream: true })).split("\n");
+      pending = lines.pop();
+      yield* lines;
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // the stream may be broken already
+  }
+}
+
 export async function* events(stream, signal) {
   const reader = stream.getReader(); // not piped through a decoder: a broken pipe drops the data in it
   const decoder = new TextDecoder();
