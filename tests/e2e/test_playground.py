@@ -414,6 +414,42 @@ def test_request_is_shown_as_program_text(page: Chromium, fake: FakeServer) -> N
     compile(page.text("[data-snippet=python] pre"), "python", "exec")
 
 
+def test_models_are_pulled_loaded_unloaded_and_removed(page: Chromium, fake: FakeServer) -> None:
+    assert "fake (7.0B)" in page.text("#settings [name=model]") and "7.0B parameters" in page.text("#model-note")
+    page.click("#models-open")
+    page.wait("document.querySelector('#models-notice').innerText.includes('EMBERLINE_ADMIN_KEY')")
+    fake.admin_key = "admin"
+    for key, words in {"": "Enter the admin key", "wrong": "Wrong admin key"}.items():
+        page.type("#admin-key input", key)
+        page.click("#admin-key button")
+        page.wait(f"document.querySelector('#models-notice').innerText.includes({json.dumps(words)})")
+    page.type("#admin-key input", "admin")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('[data-models=catalogue] tbody tr').length === 1")
+    assert "small" in page.text("[data-models=catalogue]"), "the large model does not fit into 9 GB"
+    page.js("(s => { s.value = '80000000000'; s.onchange() })(document.querySelector('.models [name=memory]'))")
+    assert page.text("[data-models=catalogue] tbody td") == "large", "the largest that fits is first"
+    assert "admin" not in page.js("JSON.stringify(localStorage)"), "the key is not kept beyond the tab"
+    save_screenshot(page, "models")
+
+    page.type(".models [name=model]", "missing")
+    page.press("Enter")
+    page.wait("document.querySelector('[data-work=missing][data-state=failed]')")
+    assert "no such model on the hub" in page.text("[data-work=missing]")
+    page.click("[data-models=catalogue] tbody tr:last-child button")
+    page.wait("document.querySelector('[data-work=small][data-state=done]')")
+    page.wait("document.querySelector('[data-models=served]').innerText.includes('small')")
+    names = "[...document.querySelector('#settings [name=model]').options].map(each => each.value)"
+    page.until(lambda: "small" in page.js(names), "chats can use the model")
+    page.click("[data-models=served] button")
+    page.until(lambda: page.js(names) == ["fake"], "chats cannot use the model any more")
+    page.click("[data-models=cached] button:last-child")
+    assert len(fake.cached) == 1, "the user has to confirm it"
+    page.click("[data-models=cached] button.dangerous")
+    page.until(lambda: not fake.cached, "the model is removed")
+    page.wait("document.querySelector('[data-models=cached]').innerText.includes('No model is on the disk')")
+
+
 def test_scrolling_up_stops_following_answer(page: Chromium, fake: FakeServer) -> None:
     page.type("#settings [name=max_tokens]", "")
     fake.token_seconds = 0.002

@@ -11,6 +11,7 @@ export class WireError extends Error {
   }
 }
 
+const CHANGE_TIMEOUT_MS = 90_000; // the server waits 60 s for requests that use the model
 const TITLES = {
   context_length_exceeded: "The conversation is longer than the model's context",
   deadline_exceeded: "The request timed out",
@@ -26,6 +27,42 @@ const TITLES = {
 export const stats = (key) => getJSON("stats", bearer(key));
 
 export const bearer = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/** The models of a server at run time. `key()` returns its admin key. */
+export class ModelManagement {
+  constructor(key) {
+    this.key = key;
+  }
+
+  /** Return { served, cached, pulling, catalogue, available_bytes }. */
+  list() {
+    return getJSON("admin/models", bearer(this.key()));
+  }
+
+  /** Pull or load a model. Yields { status, completed, total }; the server ends a download without progress. */
+  async *follow(action, model, signal) {
+    const response = await this.post(action, { model }, signal);
+    for await (const line of readLines(response.body)) {
+      const report = JSON.parse(line || "{}");
+      if (report.error) throw failure(report.error);
+      yield report;
+      if (report.status === "success") return;
+    }
+    throw connectionLost();
+  }
+
+  async unload(model) {
+    await this.post("unload", { model }, AbortSignal.timeout(CHANGE_TIMEOUT_MS));
+  }
+
+  async remove(model) {
+    await this.post("remove", { model }, AbortSignal.timeout(CHANGE_TIMEOUT_MS));
+  }
+
+  post(action, body, signal) {
+    return send(`admin/models/${action}`, bearer(this.key()), { method: "POST", body: JSON.stringify(body), signal });
+  }
+}
 
 /** Where chats are sent. */
 export class Endpoint {
@@ -56,6 +93,20 @@ export class Endpoint {
       yield chunk;
     }
     if (!ended) throw connectionLost();
+  }
+}
+
+/** Where chats with an engine are sent, which also knows the sizes of its models. */
+export class EngineEndpoint extends Endpoint {
+  /** Return the models with `parameter_size`, such as "134.5M"; "" if it is not known. */
+  async models() {
+    const [models, sizes] = await Promise.all([super.models(), this.sizes().catch(() => new Map())]);
+    return models.map((model) => ({ ...model, parameter_size: sizes.get(model.id) ?? "" }));
+  }
+
+  async sizes() {
+    const { models } = await getJSON("api/tags", this.headers());
+    return new Map(models.map(({ name, details }) => [name.replace(/:latest$/, ""), details.parameter_size]));
   }
 }
 
