@@ -30,13 +30,13 @@ export class ModelsDialog {
       spellcheck: false,
       value: sessionStorage.getItem(STORAGE_KEY) ?? "",
     });
-    const keyForm = element(
+    this.keyForm = element(
       "form",
       { id: "admin-key" },
       element("label", {}, "Admin key", this.keyInput),
       element("button", { type: "submit", className: "small-button" }, "Show models"),
     );
-    keyForm.onsubmit = (event) => {
+    this.keyForm.onsubmit = (event) => {
       event.preventDefault();
       this.refresh();
     };
@@ -99,7 +99,7 @@ export class ModelsDialog {
       "×",
     );
     const title = element("header", {}, element("h2", { id: "models-title" }, "Models"), close);
-    const node = element("dialog", { className: "models", id: "models" }, title, keyForm, this.notice, this.content);
+    const node = element("dialog", { className: "models", id: "models" }, title, this.keyForm, this.notice, this.content);
     node.setAttribute("aria-labelledby", "models-title");
     node.addEventListener("close", () => clearTimeout(this.timer));
     return node;
@@ -126,7 +126,7 @@ export class ModelsDialog {
   }
 
   show(listed) {
-    this.notice.hidden = true;
+    this.notice.hidden = this.keyForm.hidden = true;
     this.content.hidden = false;
     if (!this.listed) this.offerMemory(listed.available_bytes);
     if (JSON.stringify(listed) === JSON.stringify(this.listed)) return; // do not take away what the user points at
@@ -136,7 +136,7 @@ export class ModelsDialog {
 
   showProblem(error) {
     this.content.hidden = true;
-    this.notice.hidden = false;
+    this.notice.hidden = this.keyForm.hidden = false;
     this.listed = null;
     if (error.status === 403) {
       this.notice.replaceChildren(
