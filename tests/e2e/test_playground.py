@@ -229,6 +229,7 @@ def test_start_page_fits_phone_screen(page: Chromium, fake: FakeServer, width: i
     page.resize(width, 700)
     page.wait("document.documentElement.dataset.panel === 'closed'")
     assert page.js("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#scroll'))")
+    assert page.js("document.querySelector('#theme').getBoundingClientRect().right") <= width
     right = "Math.max(...[...document.querySelectorAll('#welcome *')].map(e => e.getBoundingClientRect().right))"
     assert page.js(right) <= width
     save_screenshot(page, f"start-{width}")
@@ -431,6 +432,10 @@ def test_models_are_pulled_loaded_unloaded_and_removed(page: Chromium, fake: Fak
     assert page.text("[data-models=catalogue] tbody td") == "large", "the largest that fits is first"
     assert "admin" not in page.js("JSON.stringify(localStorage)"), "the key is not kept beyond the tab"
     save_screenshot(page, "models")
+    page.resize(390, 844)
+    assert page.js("[...document.querySelectorAll('.models .rows')].every(e => e.scrollWidth <= e.clientWidth)")
+    save_screenshot(page, "models-phone")
+    page.resize(1280, 860)
 
     page.type(".models [name=model]", "missing")
     page.press("Enter")
