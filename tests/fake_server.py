@@ -47,6 +47,8 @@ class FakeServer:
         self.token_seconds = token_seconds
         self.requests: list[dict[str, Any]] = []  # bodies of chat completions, in order
         self.models: list[dict[str, Any]] = [{"id": "fake", "object": "model", "owned_by": "emberline", "kind": "chat"}]
+        self.admin_key = ""  # of the endpoints that change the models; "": they are off
+        self.cached = [{"name": "hf:org/old-GGUF:Q4_0", "bytes": 2_000_000_000, "changed": 0}]
         self.gone = 0  # clients that left before their answer ended
         self.seen = 0  # characters of history already "cached"
         self.counters = {"generated_tokens": 0, "prompt_tokens": 0, "prefix_queries": 0, "prefix_hits": 0, "step": 0}
@@ -81,6 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             return self._send(200, {"object": "list", "data": self.fake.models})
+        if self.path == "/api/tags":
+            sizes = [
+                {"name": f"{each['id']}:latest", "details": {"parameter_size": "7.0B"}} for each in self.fake.models
+            ]
+            return self._send(200, {"models": sizes})
+        if self.path == "/admin/models":
+            return self._list_models() if self._is_admin() else None
         if self.path == "/stats":
             return self._send(200, self.fake.stats())
         name = "index.html" if self.path == "/" else self.path.removeprefix("/static/")
@@ -91,12 +100,53 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path.startswith("/admin/models/"):
+            return self._change_model(self.path.rpartition("/")[2], body["model"]) if self._is_admin() else None
         self.fake.requests.append(body)
         words = str(body["messages"][-1]["content"]).splitlines()[-1].split()
         for word in words:
             if word in REFUSALS:
                 return self._refuse(*REFUSALS[word])
         return self._generate(body, words)
+
+    # -- models at run time
+
+    def _is_admin(self) -> bool:
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not self.fake.admin_key:
+            self._refuse(403, "forbidden", "this server has no admin key")
+        elif key != self.fake.admin_key:
+            self._refuse(401, "invalid_api_key", "the admin key is missing or wrong")
+        return bool(self.fake.admin_key) and key == self.fake.admin_key
+
+    def _list_models(self) -> None:
+        served = [
+            {"name": each["id"], "source": each["id"], "can_unload": i > 0, "open_requests": 0, "context": 4096}
+            for i, each in enumerate(self.fake.models)
+        ]
+        facts = {"context": 40960, "licence": "Apache-2.0"}
+        catalogue = [
+            {"name": "small", "source": "hf:org/small", "parameters": 6e8, "download_bytes": 6e8, "gpu_bytes": 1.2e9},
+            {"name": "large", "source": "hf:org/large", "parameters": 3e10, "download_bytes": 18e9, "gpu_bytes": 6e10},
+        ]
+        body = {"served": served, "cached": self.fake.cached, "pulling": [], "available_bytes": 9_000_000_000}
+        self._send(200, body | {"catalogue": [each | facts for each in catalogue]})
+
+    def _change_model(self, action: str, name: str) -> None:
+        if action == "unload":
+            self.fake.models = [each for each in self.fake.models if each["id"] != name]
+        elif action == "remove":
+            self.fake.cached = [each for each in self.fake.cached if each["name"] != name]
+        else:
+            lines = [{"status": f"pulling {name}", "total": 100, "completed": done} for done in (10, 100)]
+            if name == "missing":
+                lines.append({"error": {"message": "no such model on the hub", "code": "download_error"}})
+            else:
+                self.fake.models.append({"id": name, "object": "model", "owned_by": "emberline", "kind": "chat"})
+                lines.append({"status": "success"})
+            data = "".join(json.dumps(line) + "\n" for line in lines)
+            return self._send(200, data.encode(), "application/x-ndjson")
+        return self._send(200, {"status": "success"})
 
     def _generate(self, body: dict[str, Any], words: list[str]) -> None:
         self.fake.running += 1

@@ -615,6 +615,8 @@ def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: Lo
         assert page.js("document.documentElement.scrollWidth") == 390, tab
         wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
         assert page.js(wide), tab
+        narrow = "[...document.querySelectorAll('#main .table')].every(e => e.scrollWidth <= e.clientWidth)"
+        assert page.js(narrow), f"{tab}: no column is off the screen"
         assert page.js(f"document.querySelector('#pages [data-page={tab}]').ariaCurrent") == "page"
         for width in (320, 390):
             page.resize(width, 844, 2)

@@ -229,6 +229,7 @@ def test_start_page_fits_phone_screen(page: Chromium, fake: FakeServer, width: i
     page.resize(width, 700)
     page.wait("document.documentElement.dataset.panel === 'closed'")
     assert page.js("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#scroll'))")
+    assert page.js("document.querySelector('#theme').getBoundingClientRect().right") <= width
     right = "Math.max(...[...document.querySelectorAll('#welcome *')].map(e => e.getBoundingClientRect().right))"
     assert page.js(right) <= width
     save_screenshot(page, f"start-{width}")
@@ -412,6 +413,46 @@ def test_request_is_shown_as_program_text(page: Chromium, fake: FakeServer) -> N
     assert words[1] == f"{fake.url}/v1/chat/completions" and body["messages"][-1]["content"] == "it's a draft"
     assert "a-secret" not in text and "YOUR_KEY" in text
     compile(page.text("[data-snippet=python] pre"), "python", "exec")
+
+
+def test_models_are_pulled_loaded_unloaded_and_removed(page: Chromium, fake: FakeServer) -> None:
+    assert "fake (7.0B)" in page.text("#settings [name=model]") and "7.0B parameters" in page.text("#model-note")
+    page.click("#models-open")
+    page.wait("document.querySelector('#models-notice').innerText.includes('EMBERLINE_ADMIN_KEY')")
+    fake.admin_key = "admin"
+    for key, words in {"": "Enter the admin key", "wrong": "Wrong admin key"}.items():
+        page.type("#admin-key input", key)
+        page.click("#admin-key button")
+        page.wait(f"document.querySelector('#models-notice').innerText.includes({json.dumps(words)})")
+    page.type("#admin-key input", "admin")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('[data-models=catalogue] tbody tr').length === 1")
+    assert "small" in page.text("[data-models=catalogue]"), "the large model does not fit into 9 GB"
+    page.js("(s => { s.value = '80000000000'; s.onchange() })(document.querySelector('.models [name=memory]'))")
+    assert page.text("[data-models=catalogue] tbody td") == "large", "the largest that fits is first"
+    assert "admin" not in page.js("JSON.stringify(localStorage)"), "the key is not kept beyond the tab"
+    save_screenshot(page, "models")
+    page.resize(390, 844)
+    assert page.js("[...document.querySelectorAll('.models .rows')].every(e => e.scrollWidth <= e.clientWidth)")
+    save_screenshot(page, "models-phone")
+    page.resize(1280, 860)
+
+    page.type(".models [name=model]", "missing")
+    page.press("Enter")
+    page.wait("document.querySelector('[data-work=missing][data-state=failed]')")
+    assert "no such model on the hub" in page.text("[data-work=missing]")
+    page.click("[data-models=catalogue] tbody tr:last-child button")
+    page.wait("document.querySelector('[data-work=small][data-state=done]')")
+    page.wait("document.querySelector('[data-models=served]').innerText.includes('small')")
+    names = "[...document.querySelector('#settings [name=model]').options].map(each => each.value)"
+    page.until(lambda: "small" in page.js(names), "chats can use the model")
+    page.click("[data-models=served] button")
+    page.until(lambda: page.js(names) == ["fake"], "chats cannot use the model any more")
+    page.click("[data-models=cached] button:last-child")
+    assert len(fake.cached) == 1, "the user has to confirm it"
+    page.click("[data-models=cached] button.dangerous")
+    page.until(lambda: not fake.cached, "the model is removed")
+    page.wait("document.querySelector('[data-models=cached]').innerText.includes('No model is on the disk')")
 
 
 def test_scrolling_up_stops_following_answer(page: Chromium, fake: FakeServer) -> None:

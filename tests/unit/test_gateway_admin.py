@@ -924,6 +924,7 @@ def test_new_records_are_streamed_as_they_are_written(api: AdminClient) -> None:
         endpoints = LogEndpoints(api.admin_context, sleep)
         lines = endpoints.tail_lines(AdminRequest(ACME, {"account": "acme"}, query, b""))
         found: list[str] = []
+        assert await anext(lines) == b"\n", "records that are written from now on follow"
         async for chunk in lines:
             if chunk == b"\n":  # nothing new for a while
                 break

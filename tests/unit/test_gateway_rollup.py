@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 from gateway_records import NOON, make_record
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def record(parts: tuple[Any, ...]) -> LogRecord:
         key_id=key,
         user=user,
         micros=micros,
-        usage=Usage(input=7, cached_read=3, output=micros or 0),
+        usage=Usage(input=7, cached_read=3, output=micros or 0) if key else Usage(),
         duration_ms=duration,
         first_byte_ms=first,
     )
@@ -62,7 +63,8 @@ def test_cells_equal_direct_counts(records: list[LogRecord]) -> None:
                     counts["requests"] += 1
                     counts["errors"] += not each.success
                     counts["micros"] += each.micros or 0
-                    counts["unpriced"] += each.micros is None
+                    is_known_cost = each.micros is not None or (not each.success and not each.usage.total)
+                    counts["unpriced"] += not is_known_cost
                     counts["tokens_in"] += each.usage.input
                     counts["tokens_out"] += each.usage.output
                     counts["duration_ms"] += each.duration_ms
@@ -124,3 +126,19 @@ def test_time_range_is_split_without_gaps(which: tuple[Any, Any], since: int, le
         assert start % rollup.UNIT_MS[kind] == end % rollup.UNIT_MS[kind] == 0 and start < end
     most = 2 * 59 + 2 * 23 + 4  # at most: partial units at both ends, and days between
     assert sum((end - start) // rollup.UNIT_MS[kind] for kind, start, end in pieces) <= most or unit == "day"
+
+
+@pytest.mark.parametrize(
+    ("fields", "unpriced"),
+    [
+        ({"status": 200}, 1),
+        ({"status": 502, "success": False}, 0),
+        ({"status": 502, "success": False, "usage": Usage(input=5)}, 1),
+        ({"status": 200, "provider": "emberline", "usage": Usage(input=5)}, 0),
+        ({"status": 200, "provider": "ollama"}, 0),
+        ({"status": 200, "micros": 0}, 0),
+    ],
+)
+def test_failed_and_local_requests_are_not_counted_as_unpriced(fields: dict[str, Any], unpriced: int) -> None:
+    cells = rollup.count_records([make_record(**fields)])
+    assert {cell[rollup.COUNTERS.index("unpriced")] for cell in cells.values()} == {unpriced}

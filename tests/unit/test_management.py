@@ -151,6 +151,7 @@ def test_description_has_all_that_a_page_shows(managed: Managed) -> None:
     entry = next(entry for entry in described["catalogue"] if entry["name"] == "qwen3-0.6b")
     assert entry["licence"] == "Apache-2.0" and entry["download_bytes"] < entry["gpu_bytes"]
     assert described["cached"] == []
+    assert described["available_bytes"] is None or described["available_bytes"] > 0
 
 
 def test_wrong_key_is_refused_before_the_body_is_read(managed: Managed) -> None:

@@ -4,7 +4,8 @@ import { element } from "./dom.js";
 import { Load } from "./load.js";
 import { Playground, toast } from "./playground.js";
 import { wireTheme } from "./theme.js";
-import { bearer, Endpoint } from "./wire.js";
+import { ModelsDialog } from "./models.js";
+import { bearer, EngineEndpoint } from "./wire.js";
 
 const PLACEHOLDER_KEY = "YOUR_KEY";
 const $ = (id) => document.getElementById(id);
@@ -23,7 +24,7 @@ class EnginePage {
     const title = element("h2", { id: "load-title" }, "Load ", element("small", {}, "last 60 s"));
     this.restarts = null;
     this.playground = new Playground({
-      endpoint: new Endpoint({ headers: () => bearer(this.key) }),
+      endpoint: new EngineEndpoint({ headers: () => bearer(this.key) }),
       storageKey: "emberline",
       modelInput: element("select"),
       fields: [element("label", { className: "wide" }, "API key", this.keyInput)],
@@ -35,6 +36,9 @@ class EnginePage {
       about: "Answers stream from the engine on this server. Each one shows its latency, speed and token counts.",
     });
     $("playground").append(this.playground.node);
+    const models = new ModelsDialog(() => this.listModels());
+    $("playground").append(models.node);
+    $("models-open").onclick = () => models.open();
     this.playground.settings.form.model.addEventListener("input", () => this.showModel());
     this.keyInput.addEventListener("change", () => this.listModels());
     this.playground.prompt.focus();

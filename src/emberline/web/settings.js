@@ -188,29 +188,16 @@ export class Settings {
   }
 }
 
-/** Return the number of parameters of a model, which most names contain; null if it is not known. */
-function countParameters({ id, parameters }) {
-  const named = /(?:^|[^\w.])(\d+(?:\.\d+)?)\s*([bm])(?:[^\w]|$)/i.exec(id);
-  return parameters ?? (named ? Number(named[1]) * (named[2].toLowerCase() === "b" ? 1e9 : 1e6) : null);
-}
-
 function optionText(entry) {
-  const count = countParameters(entry);
-  const size = count && (count >= 1e9 ? `${Number((count / 1e9).toPrecision(3))}B` : `${Math.round(count / 1e6)}M`);
   const context = entry.max_model_len && `${Math.round(entry.max_model_len / 1024)}k context`;
-  const facts = [size, context].filter(Boolean).join(", ");
+  const facts = [entry.parameter_size, context].filter(Boolean).join(", ");
   return facts ? `${entry.id} (${facts})` : entry.id;
 }
 
-/** Return the size and the context of a model, as far as they are known: "600 million parameters, context 32,768 tokens". */
+/** Return the size and the context of a model, as far as they are known: "600M parameters, context 32,768 tokens". */
 function describe(entry) {
   if (!entry) return "";
-  const count = countParameters(entry);
-  const size =
-    count &&
-    (count >= 1e9
-      ? `${Number((count / 1e9).toPrecision(3))} billion parameters`
-      : `${Math.round(count / 1e6)} million parameters`);
+  const size = entry.parameter_size && `${entry.parameter_size} parameters`;
   const context = entry.max_model_len ? `context ${entry.max_model_len.toLocaleString("en-US")} tokens` : "";
   return [size, context].filter(Boolean).join(", ");
 }

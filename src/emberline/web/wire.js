@@ -11,6 +11,7 @@ export class WireError extends Error {
   }
 }
 
+const CHANGE_TIMEOUT_MS = 90_000; // the server waits 60 s for requests that use the model
 const TITLES = {
   context_length_exceeded: "The conversation is longer than the model's context",
   deadline_exceeded: "The request timed out",
@@ -26,6 +27,42 @@ const TITLES = {
 export const stats = (key) => getJSON("stats", bearer(key));
 
 export const bearer = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/** The models of a server at run time. `key()` returns its admin key. */
+export class ModelManagement {
+  constructor(key) {
+    this.key = key;
+  }
+
+  /** Return { served, cached, pulling, catalogue, available_bytes }. */
+  list() {
+    return getJSON("admin/models", bearer(this.key()));
+  }
+
+  /** Pull or load a model. Yields { status, completed, total }; the server ends a download without progress. */
+  async *follow(action, model, signal) {
+    const response = await this.post(action, { model }, signal);
+    for await (const line of readLines(response.body)) {
+      const report = JSON.parse(line || "{}");
+      if (report.error) throw failure(report.error);
+      yield report;
+      if (report.status === "success") return;
+    }
+    throw connectionLost();
+  }
+
+  async unload(model) {
+    await this.post("unload", { model }, AbortSignal.timeout(CHANGE_TIMEOUT_MS));
+  }
+
+  async remove(model) {
+    await this.post("remove", { model }, AbortSignal.timeout(CHANGE_TIMEOUT_MS));
+  }
+
+  post(action, body, signal) {
+    return send(`admin/models/${action}`, bearer(this.key()), { method: "POST", body: JSON.stringify(body), signal });
+  }
+}
 
 /** Where chats are sent. */
 export class Endpoint {
@@ -59,6 +96,20 @@ export class Endpoint {
   }
 }
 
+/** Where chats with an engine are sent, which also knows the sizes of its models. */
+export class EngineEndpoint extends Endpoint {
+  /** Return the models with `parameter_size`, such as "134.5M"; "" if it is not known. */
+  async models() {
+    const [models, sizes] = await Promise.all([super.models(), this.sizes().catch(() => new Map())]);
+    return models.map((model) => ({ ...model, parameter_size: sizes.get(model.id) ?? "" }));
+  }
+
+  async sizes() {
+    const { models } = await getJSON("api/tags", this.headers());
+    return new Map(models.map(({ name, details }) => [name.replace(/:latest$/, ""), details.parameter_size]));
+  }
+}
+
 async function getJSON(path, headers) {
   return (await send(path, headers, { cache: "no-store", signal: AbortSignal.timeout(5000) })).json();
 }
@@ -74,6 +125,24 @@ async function send(path, headers, options) {
   if (response.ok) return response;
   const { error } = await response.json().catch(() => ({}));
   throw failure(error ?? { message: response.statusText }, response.status, response.headers.get("Retry-After"));
+}
+
+/** Yield the lines of a stream of text, as they arrive. */
+export async function* readLines(stream) {
+  const reader = stream.getReader();
+  const decoder = new TextDecoder();
+  let pending = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const lines = (pending + decoder.decode(value, { stream: true })).split("\n");
+      pending = lines.pop();
+      yield* lines;
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // the stream may be broken already
+  }
 }
 
 export async function* events(stream, signal) {

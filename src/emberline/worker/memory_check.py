@@ -20,7 +20,7 @@ def check_available_memory(name: str, directory: Path) -> None:
     """Raise NotEnoughMemory if loading the model would exhaust the machine's memory, which could end any process.
 
     Nothing is checked where the system does not report its memory."""
-    available = _read_available_bytes()
+    available = read_available_bytes()
     needed = sum(tensor.nbytes for tensor in Checkpoint.open(directory).tensors.values()) + OTHER_BYTES
     if available is not None and needed > available:
         raise NotEnoughMemory(
@@ -30,7 +30,8 @@ def check_available_memory(name: str, directory: Path) -> None:
         )
 
 
-def _read_available_bytes() -> int | None:
+def read_available_bytes() -> int | None:
+    """Return the memory that new processes can use without swapping; None if the system does not report it."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:

@@ -21,7 +21,7 @@ from emberline.hub.catalogue import load_catalogue
 from emberline.hub.model_lock import hold_model
 from emberline.hub.source import find_remote_source
 from emberline.worker.catalog import LoadedModel, ModelCatalog
-from emberline.worker.memory_check import check_available_memory
+from emberline.worker.memory_check import check_available_memory, read_available_bytes
 from emberline.worker.model_puller import ModelPuller
 
 log = logging.getLogger("emberline.server")
@@ -138,7 +138,13 @@ class ModelManager:
             }
             for entry in load_catalogue().values()
         ]
-        return {"served": served, "cached": entries, "pulling": pulls, "catalogue": catalogue}
+        return {
+            "served": served,
+            "cached": entries,
+            "pulling": pulls,
+            "catalogue": catalogue,
+            "available_bytes": await asyncio.to_thread(read_available_bytes),
+        }
 
     async def stop(self) -> None:
         async with AsyncExitStack() as stack:

@@ -241,7 +241,8 @@ class LogEndpoints:
     def tail_lines(self, request: AdminRequest) -> AsyncIterator[bytes]:
         """Return the matching log records that are written from now on, as JSON lines, oldest first.
 
-        An empty line is sent every few seconds, so that a client that has left is noticed. Raise Overloaded or
+        An empty line is sent first, when records are no longer missed, and then every few seconds, so that a client
+        that has left is noticed. Raise Overloaded or
         InvalidRequest at once.
         """
         if self._open_tails >= MAX_TAILS:
@@ -260,6 +261,7 @@ class LogEndpoints:
         self._open_tails += 1
         try:
             known = {record.id for record in await self._read_newest(filters)}
+            yield b"\n"  # the client can now list the records so far, and will miss none
             for poll in range(1, TAIL_POLLS + 1):
                 await self._sleep(TAIL_POLL_INTERVAL_S)
                 newest = await self._read_newest(filters)

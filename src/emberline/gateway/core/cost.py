@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from emberline.wire.usage import Usage
 
 MILLION = 1_000_000
+# Servers of the operator, whose requests no provider bills.
+LOCAL_PROVIDERS = frozenset({"emberline", "ollama"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import add
 from typing import Literal
 
+from emberline.gateway.core.cost import LOCAL_PROVIDERS
 from emberline.gateway.core.log_record import LogRecord
 
 RollupUnit = Literal["minute", "hour", "day"]
@@ -44,7 +45,7 @@ SUMS = (
     "errors",
     "cached",
     "rescued",  # answered by a fallback
-    "unpriced",  # requests with an unknown price, which `micros` does not include
+    "unpriced",  # requests whose cost is unknown, so that `micros` does not include it
     "micros",
     "tokens_in",
     "cached_read",
@@ -183,6 +184,15 @@ def _add_larger_units(smallest_cells: dict[CellKey, Sequence[int]]) -> dict[Cell
     return cells
 
 
+def _has_unknown_cost(record: LogRecord) -> bool:
+    """Return whether a provider may have charged an amount that is not in the record.
+
+    A failed request without usage costs nothing, and neither does a request to a local provider.
+    """
+    may_cost = record.success or record.usage.total > 0
+    return record.micros is None and may_cost and record.provider not in LOCAL_PROVIDERS
+
+
 def _record_sums(record: LogRecord) -> tuple[int, ...]:
     """Return the counts that one record adds to a rollup cell, in the order of the column names in SUMS."""
     usage = record.usage
@@ -191,7 +201,7 @@ def _record_sums(record: LogRecord) -> tuple[int, ...]:
         not record.success,
         record.cached,
         record.answered_by_fallback,
-        record.micros is None,
+        _has_unknown_cost(record),
         record.micros or 0,
         usage.input,
         usage.cached_read,

@@ -1,5 +1,7 @@
 /** The management API as the pages use it. Every failure becomes an ApiError. */
 
+import { readLines } from "../wire.js";
+
 const TIMEOUT_MS = 20_000;
 const MAX_ITEMS = 2000; // of a list that is loaded completely
 
@@ -20,9 +22,11 @@ export class Api {
   }
 
   get(path, query = {}, signal = null) {
-    const parameters = Object.entries(query).filter(([, value]) => value !== "" && value != null);
-    const search = parameters.length ? `?${new URLSearchParams(parameters)}` : "";
-    return this.send("GET", path + search, undefined, signal);
+    return this.send("GET", withQuery(path, query), undefined, signal);
+  }
+
+  url(path, query = {}) {
+    return `admin/accounts/${encodeURIComponent(this.account)}/${withQuery(path, query)}`;
   }
 
   async send(method, path, body = undefined, signal = null) {
@@ -32,8 +36,33 @@ export class Api {
       request.body = JSON.stringify(body);
       request.headers["content-type"] = "application/json";
     }
-    const reply = await fetchOk(`admin/accounts/${encodeURIComponent(this.account)}/${path}`, request, signal);
+    const reply = await fetchOk(this.url(path), request, signal);
     return reply.json();
+  }
+
+  /** Yield the values of a reply with lines of JSON, and null for an empty line. Throws an ApiError if no line comes for
+      `silenceMs`. */
+  async *lines(path, query, signal, silenceMs) {
+    const silence = new AbortController();
+    let timer = 0;
+    const restartTimer = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), silenceMs);
+    };
+    const request = { headers: this.headers, cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) };
+    try {
+      restartTimer();
+      const reply = await fetchOk(this.url(path, query), request, signal);
+      for await (const line of readLines(reply.body)) {
+        restartTimer();
+        yield line ? JSON.parse(line) : null;
+      }
+    } catch (error) {
+      if (signal.aborted || error instanceof ApiError) throw error;
+      throw new ApiError("The connection to the gateway was lost.");
+    } finally {
+      clearTimeout(timer);
+    }
   }
 
   /** Return all items of a paged list. */
@@ -61,6 +90,11 @@ export async function fetchOk(url, request, signal) {
   if (reply.ok) return reply;
   const { error } = await reply.json().catch(() => ({}));
   throw new ApiError(error?.message ?? reply.statusText, { status: reply.status, code: error?.code, param: error?.param });
+}
+
+function withQuery(path, query) {
+  const parameters = Object.entries(query).filter(([, value]) => value !== "" && value != null);
+  return parameters.length ? `${path}?${new URLSearchParams(parameters)}` : path;
 }
 
 /** Encode one segment of a URL path. */

@@ -19,7 +19,7 @@ export function table(label, columns, rows, { open = null, none = "Nothing here 
   if (!rows.length) return empty(none);
   const titles = columns.map(([title, , kind = ""]) => element("th", { scope: "col", className: kind }, title));
   const lines = rows.map((row) => {
-    const cells = columns.map(([, cell, kind = ""]) => element("td", { className: kind }, cell(row)));
+    const cells = columns.map(([title, cell, kind = ""]) => element("td", { className: kind, data: { title } }, cell(row)));
     const line = element("tr", { data: { id: String(row.id ?? row.name ?? "") } }, ...cells);
     if (open) {
       line.className = "opens";

@@ -7,18 +7,18 @@ import { count } from "./format.js";
 import { records } from "./records.js";
 
 const PAGE = 50;
-const POLL_MS = 2000;
+const RECONNECT_MS = 5000;
+const SILENCE_MS = 60_000; // the gateway sends at least an empty line every 15 s
 const DAY = 86_400_000;
 const LISTED_DAYS = 30; // of which the values of filters are listed
-const MAX_LISTED = 200;
-/** filter -> dimension of the rollups that have its values */
+/** filter -> its name on the page */
 const LISTED_FILTERS = {
-  provider: "provider",
-  model: "model",
-  user: "user",
-  key_id: "key",
-  status: "status",
-  error: "error",
+  provider: "Provider",
+  model: "Model",
+  user: "User",
+  key_id: "Key",
+  status: "Status",
+  error: "Error code",
 };
 const AGES = [
   ["", "any time"],
@@ -56,17 +56,17 @@ class Explorer {
   constructor(session, context) {
     Object.assign(this, { session, context, cursors: [] });
     this.records = element("div", { id: "records" });
-    this.shown = null; // ids of the records on the page
+    this.page = { items: [] };
+    this.newIds = new Set(); // of records that came by the stream and are not drawn yet
+    this.arrivedWhileLoading = null;
+    this.drawing = 0; // at most one redraw per frame
     this.live = element("input", { type: "checkbox", id: "live-tail", checked: true });
+    this.live.addEventListener("change", () => this.live.checked && !this.cursors.length && this.show(""));
     this.lists = Object.fromEntries(
-      Object.entries({
-        provider: "Provider",
-        model: "Model",
-        user: "User",
-        key_id: "Key",
-        status: "Status",
-        error: "Error code",
-      }).map(([name, label]) => [name, choices({ name, label, value: context.query.get(name) ?? "" })]),
+      Object.entries(LISTED_FILTERS).map(([name, label]) => [
+        name,
+        choices({ name, label, value: context.query.get(name) ?? "" }),
+      ]),
     );
     this.foot = element("div", { className: "pager" });
   }
@@ -83,48 +83,62 @@ class Explorer {
 
   /** Show new records as they arrive, while the first page is shown. */
   async follow() {
-    const { signal } = this.context;
+    const { signal, showState, signedOut } = this.context;
     while (!signal.aborted) {
-      await new Promise((wake) => setTimeout(wake, POLL_MS));
-      if (document.hidden || signal.aborted || !this.live.checked || this.cursors.length) continue;
       try {
-        await this.show("", { onlyIfChanged: true });
-        this.context.showState("ready", "live");
+        await this.showNewRecords(); // the gateway ends the stream after an hour
       } catch (error) {
         if (signal.aborted) return;
-        if (error.status === 401) return this.context.signedOut(error);
-        this.context.showState("offline", error.message);
+        if (error.status === 401) return signedOut(error);
+        showState("offline", error.message);
+        await new Promise((wake) => setTimeout(wake, RECONNECT_MS));
       }
     }
+  }
+
+  async showNewRecords() {
+    const { signal, showState } = this.context;
+    const query = { ...this.query(), gateway: this.session.gateway };
+    let isComplete = false; // the page and the records of the stream have no gap between them
+    for await (const record of this.session.api.lines("logs/tail", query, signal, SILENCE_MS)) {
+      showState("ready", "live");
+      if (this.cursors.length || !this.live.checked) continue;
+      if (!isComplete) await this.show("");
+      isComplete = true;
+      if (record) this.arrivedWhileLoading?.push(record) ?? this.add(record);
+    }
+  }
+
+  /** Add a new record to the first page, at its place in the order of time. */
+  add(record) {
+    const { items } = this.page;
+    if (items.some(({ id }) => id === record.id)) return;
+    const merged = [record, ...items].sort((a, b) => (a.id < b.id ? 1 : -1)).slice(0, PAGE);
+    const isFull = items.length === PAGE;
+    this.page = { ...this.page, items: merged };
+    if (isFull) Object.assign(this.page, { has_more: true, complete: true, cursor: merged.at(-1).id });
+    this.newIds.add(record.id);
+    this.drawing ||= requestAnimationFrame(() => {
+      this.drawing = 0;
+      if (!this.cursors.length) this.draw("");
+    });
   }
 
   /** List the values that occurred recently, with the number of their requests. */
   async fillLists() {
     const { api, gateway } = this.session;
-    const until = Math.ceil(Date.now() / DAY) * DAY;
-    const query = {
-      gateway,
-      unit: "day",
-      since: until - LISTED_DAYS * DAY,
-      until,
-      over_time: false,
-      limit: MAX_LISTED,
-    };
-    const names = new Map((await api.all("keys", this.context.signal)).map(({ id, name }) => [id, name]));
-    await Promise.all(
-      Object.entries(LISTED_FILTERS).map(async ([filter, dimension]) => {
-        const { items } = await api.get("rollups", { ...query, dimension }, this.context.signal);
-        const counts = new Map(); // models of several providers have one name here
-        for (const { value, requests } of items) {
-          const name = dimension === "model" ? value.slice(value.indexOf("/") + 1) : value;
-          if (name && name !== OTHERS && !name.includes(",")) counts.set(name, (counts.get(name) ?? 0) + requests);
-        }
-        const sorted = [...counts].sort((a, b) => b[1] - a[1]);
-        this.lists[filter].setOptions(
-          sorted.map(([value, requests]) => [value, names.get(value) ?? value, count(requests)]),
-        );
-      }),
-    );
+    const { signal } = this.context;
+    const [values, keys] = await Promise.all([
+      api.get("logs/values", { gateway, since: Date.now() - LISTED_DAYS * DAY }, signal),
+      api.all("keys", signal),
+    ]);
+    const names = new Map(keys.map(({ id, name }) => [id, name]));
+    for (const filter of Object.keys(LISTED_FILTERS)) {
+      const listed = values[filter].filter(({ value }) => value && value !== OTHERS && !value.includes(","));
+      this.lists[filter].setOptions(
+        listed.map(({ value, requests }) => [value, names.get(value) ?? value, count(requests)]),
+      );
+    }
   }
 
   filters() {
@@ -205,20 +219,29 @@ class Explorer {
 
   /** Show the page after cursor `before`. Earlier cursors are kept for the way back, because a cursor only leads to older
       records. */
-  async show(before, { onlyIfChanged = false } = {}) {
-    const page = await this.session.api.get(
-      "logs",
-      { ...this.query(), gateway: this.session.gateway, before, limit: PAGE },
-      this.context.signal,
-    );
-    const ids = page.items.map(({ id, feedback }) => `${id} ${feedback}`);
-    if (onlyIfChanged && ids.join() === this.shown?.join()) return;
-    const old = onlyIfChanged && this.shown ? new Set(this.shown) : null;
-    this.shown = ids;
+  async show(before) {
+    const arrived = (this.arrivedWhileLoading = []);
+    try {
+      this.page = await this.session.api.get(
+        "logs",
+        { ...this.query(), gateway: this.session.gateway, before, limit: PAGE },
+        this.context.signal,
+      );
+    } finally {
+      this.arrivedWhileLoading = null;
+    }
+    this.draw(before);
+    if (!before) arrived.forEach((record) => this.add(record));
+  }
+
+  draw(before) {
+    const { page } = this;
     this.records.replaceChildren(
       records("Records", page.items, page.complete ? "No record matches these filters." : "No match found so far."),
     );
-    if (old) this.records.querySelectorAll("tbody tr").forEach((row, i) => old.has(ids[i]) || row.classList.add("new"));
+    for (const row of this.records.querySelectorAll("tbody tr"))
+      row.classList.toggle("new", this.newIds.has(row.dataset.id));
+    this.newIds.clear();
     const older = button(page.complete ? "Older" : "Search older records", () =>
       this.move([...this.cursors, before], page.cursor),
     );

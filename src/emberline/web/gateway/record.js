@@ -50,7 +50,14 @@ function facts(r) {
     ["event", r.event_id],
     ...more,
   ];
-  return shown.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value || NONE)));
+  return shown.map(([name, value]) =>
+    element(
+      "div",
+      { className: name === "message" ? "whole" : "" },
+      element("dt", {}, name),
+      element("dd", {}, value || NONE),
+    ),
+  );
 }
 
 function feedback(api, path, found) {
