@@ -10,6 +10,7 @@ from hub_server import serve_repository, serving
 
 from emberline.cli.__main__ import main
 from emberline.core.errors import EmberlineError, ModelError
+from emberline.hub.builtin_models import KNOWN_MODELS
 from emberline.hub.cached_models import (
     ModelInUse,
     ModelNotInCache,
@@ -18,7 +19,7 @@ from emberline.hub.cached_models import (
 )
 from emberline.hub.huggingface import download_snapshot
 from emberline.hub.model_lock import hold_model
-from emberline.hub.pull import KNOWN_MODELS, checkpoint_path, gguf_path
+from emberline.hub.pull import checkpoint_path, gguf_path
 
 SAFETENSORS = {"config.json": b"{}", "model.safetensors": b"x" * 100, "tokenizer.json": b"{}"}
 GGUFS = {"m-Q4_0.gguf": b"y" * 40, "m-Q8_0.gguf": b"z" * 80}
@@ -80,7 +81,7 @@ def test_builtin_model_is_removed_with_its_file(cache: Path) -> None:
     for path in (file, checkpoint / "config.json"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    assert KNOWN_MODELS["smollm2"].member.endswith(".gguf") and names(cache) == ["smollm2"]
+    assert KNOWN_MODELS["smollm2"].is_gguf and names(cache) == ["smollm2"]
     remove_model("smollm2", cache)
     assert not file.exists() and not checkpoint.exists() and names(cache) == []
 

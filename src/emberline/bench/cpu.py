@@ -24,7 +24,8 @@ from emberline.core.config import cache_dir
 from emberline.core.cpus import core_count
 from emberline.core.errors import EmberlineError
 from emberline.core.jsonfile import read_object
-from emberline.hub.pull import KNOWN_MODELS, pull_gguf
+from emberline.hub.builtin_models import KNOWN_MODELS
+from emberline.hub.pull import pull_gguf
 from emberline.hub.source import resolve_model
 from emberline.models.config import ModelConfig
 
@@ -106,7 +107,7 @@ def bench(
 
 def _prepare_environment(model: str, threads: int, peers_dir: Path) -> BenchEnvironment:
     gguf = Path(model) if model.endswith(".gguf") else None
-    if model in KNOWN_MODELS and KNOWN_MODELS[model].member.endswith(".gguf"):
+    if model in KNOWN_MODELS and KNOWN_MODELS[model].is_gguf:
         gguf = pull_gguf(model, cache_dir())
     return BenchEnvironment(resolve_model(model, as_safetensors=True), gguf, threads, peers_dir)
 

@@ -27,7 +27,8 @@ from emberline.core.config import cache_dir
 from emberline.core.cpus import core_count
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.jsonfile import read_object
-from emberline.hub.pull import KNOWN_MODELS, pull_gguf
+from emberline.hub.builtin_models import KNOWN_MODELS
+from emberline.hub.pull import pull_gguf
 from emberline.hub.source import resolve_model
 from emberline.models.config import ModelConfig
 from emberline.tokens.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ def bench(model: str, settings: CPUBenchSettings, start_rounds: int, peers_dir: 
 
 
 def _find_file(model: str) -> Path:
-    if model in KNOWN_MODELS and KNOWN_MODELS[model].member.endswith(".gguf"):
+    if model in KNOWN_MODELS and KNOWN_MODELS[model].is_gguf:
         return pull_gguf(model, cache_dir())
     if not model.endswith(".gguf"):
         raise InvalidRequest(f"model {model!r} is not a GGUF file", param="model", hint="give the path of a .gguf file")

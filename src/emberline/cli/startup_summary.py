@@ -18,6 +18,8 @@ from emberline.core.gateway_config import GatewayConfig
 
 POLL_INTERVAL_S = 0.3
 REQUEST_TIMEOUT_S = 5.0
+# The default model answers this question correctly; at temperature 0 the answer is always the same.
+EXAMPLE_QUESTION = "Explain in one sentence what the internet is."
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +47,8 @@ def wait_until_ready(url: str, is_needed: Callable[[], bool]) -> bool:
 
 def build_summary(engine_url: str, gateway_url: str | None = None) -> str:
     model, key = _find_chat_model_and_auth_header(engine_url)
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Name the capital of France."}]})
+    messages = [{"role": "user", "content": EXAMPLE_QUESTION}]
+    body = json.dumps({"model": model, "temperature": 0, "messages": messages})
     lines = ["", f"  Playground   {engine_url}/"]
     if gateway_url is not None:
         key_file = GatewayConfig().admin_key_file

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.core.jsonfile import read_object_if_exists
+from emberline.hub.builtin_models import KNOWN_MODELS
 from emberline.hub.catalogue import find_source
 from emberline.hub.gguf_names import choose_gguf_files, group_gguf_files
 from emberline.hub.gguf_tensors import INDEX_FILE
 from emberline.hub.model_lock import locked_for_removal
-from emberline.hub.pull import KNOWN_MODELS, checkpoint_path, gguf_path
+from emberline.hub.pull import checkpoint_path, gguf_path
 from emberline.hub.source import ALIASES, parse_repository
 
 REPOSITORY_PREFIX = "models--"  # of the folders of huggingface_hub
@@ -57,7 +58,7 @@ def list_cached_models(cache: Path) -> list[CachedModel]:
 
 def _find_builtin(name: str, cache: Path) -> CachedModel | None:
     paths = [path for path in (checkpoint_path(name, cache),) if path.is_dir()]
-    if KNOWN_MODELS[name].member.endswith(".gguf") and (file := gguf_path(name, cache)).is_file():
+    if KNOWN_MODELS[name].is_gguf and (file := gguf_path(name, cache)).is_file():
         paths.append(file.parent)
     return _make_model(name, paths) if paths else None
 

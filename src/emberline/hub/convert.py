@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,12 @@ class GGUFCheckpoint:
         return GGUFCheckpoint(files, tensors)
 
 
-def index_gguf(source: Path, target: Path) -> Path:
+def index_gguf(source: Path, target: Path, default_metadata: Mapping[str, Any] = {}) -> Path:
     """Make the checkpoint directory `target` for `source` unless it exists, and return `target`.
 
     The weights stay in the GGUF file, or in all parts of a split model that `source` is a part of; the directory has
-    an index of them. The directory appears complete or not at all.
+    an index of them. The directory appears complete or not at all. `default_metadata` has values for metadata keys
+    that the file lacks.
     """
 
     def write_files(model: GGUFModel, checkpoint: GGUFCheckpoint, work: Path) -> None:
@@ -91,7 +92,7 @@ def index_gguf(source: Path, target: Path) -> Path:
         with file_lock(target.with_name(f".{target.name}.lock")):
             if not is_index_valid(target):
                 shutil.rmtree(target, ignore_errors=True)
-    return _make_directory(source, target, write_files)
+    return _make_directory(source, target, write_files, default_metadata)
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
@@ -105,15 +106,21 @@ def convert_gguf(source: Path, target: Path) -> Path:
         values = _iter_all_tensor_bytes(model, [info for _, info in order])
         write_tensors(work / "model.safetensors", {name: (info.dtype, info.shape) for name, info in order}, values)
 
-    return _make_directory(source, target, write_files)
+    return _make_directory(source, target, write_files, {})
 
 
-def _make_directory(source: Path, target: Path, write_files: Callable[[GGUFModel, GGUFCheckpoint, Path], None]) -> Path:
+def _make_directory(
+    source: Path,
+    target: Path,
+    write_files: Callable[[GGUFModel, GGUFCheckpoint, Path], None],
+    default_metadata: Mapping[str, Any],
+) -> Path:
     if target.is_dir():
         return target
     with file_lock(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
             with GGUFModel(source) as model:
+                model.metadata = {**default_metadata, **model.metadata}
                 checkpoint = GGUFCheckpoint.from_model(model)
                 with atomic_directory(target) as work:
                     for name, text in checkpoint.files.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from emberline.core.errors import ModelError, ModelFileError
 
-CONVERSION_VERSION = 4  # part of the path of a GGUF model's checkpoint: raise it when the files in it change
+CONVERSION_VERSION = 5  # part of the path of a GGUF model's checkpoint: raise it when the files in it change
 PART_NAME_PATTERN = re.compile(r"(?P<stem>.*[^/])-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
 LABEL_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_LISTED_MODELS = 40

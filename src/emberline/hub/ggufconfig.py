@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Any
 
@@ -14,6 +15,14 @@ from emberline.hub.gguftokenizer import CONTROL
 
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # that end a chat message
 QK_NORM = "blk.0.attn_q_norm.weight"
+# From the keys in which llama.cpp stores the publisher's sampling parameters to the names in generation_config.json.
+SAMPLING_FIELDS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 
 def build_model_config(model: GGUFModel, architecture: GGUFArchitecture, torch_dtype: str) -> dict[str, Any]:
@@ -73,7 +82,20 @@ def build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": fields.special_token_id("bos"),
         "eos_token_id": list(dict.fromkeys(e for e in ends if e is not None)),
         "pad_token_id": fields.special_token_id("padding"),
+        **_build_sampling_fields(metadata),
     }
+
+
+def _build_sampling_fields(metadata: dict[str, Any]) -> dict[str, float]:
+    """Return the publisher's sampling parameters. Values that are not finite numbers are left out."""
+    found: dict[str, float] = {}
+    for key, name in SAMPLING_FIELDS.items():
+        value = metadata.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            found[name] = value
+        elif isinstance(value, float) and math.isfinite(value):
+            found[name] = float(f"{value:.7g}")
+    return found
 
 
 def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int | None]:

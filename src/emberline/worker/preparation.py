@@ -59,10 +59,11 @@ class CallPreparer:
         opens_reasoning = self._reasoning is not None and self._reasoning.is_opened_by(text)
         call = replace(call, params=await self._prompt_builder.params_with_bad_words(call))
         params = await self._params_with_grammar(call, style, opens_reasoning)
+        read_style = style.accepting_mistakes() if style is not None and params.grammar is None else style
 
         def make_parser(index: int) -> OutputParser | None:
             new_id = _make_tool_call_id_factory(reply_id, index)
-            return make_output_parser(index, new_id, style, self._reasoning, opens_reasoning, call.tools)
+            return make_output_parser(index, new_id, read_style, self._reasoning, opens_reasoning, call.tools)
 
         budget = None
         if call.thinking_budget is not None and self._prompt_builder.reasoning_end_tokens:

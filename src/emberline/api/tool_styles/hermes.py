@@ -14,6 +14,7 @@ HERMES = JsonObjectStyle(
     tail="}\n</tool_call>",
     ends=("</tool_call>",),
     separator="\n",
+    mistaken_starts="{`",
     template_signs=(("<tool_call>",),),
     model_types=("qwen3_next",),
 )

@@ -51,7 +51,9 @@ class JsonObjectStyle(JsonArgumentsStyle):
 
     def make_reader(self, begin: str, first_char: str, tools: Sequence[Tool]) -> CallReader | None:
         if first_char == "{" or (first_char == "[" and self.allows_list):
-            return JsonObjectReader(bool(begin), self.name_key, self.ends)
+            return JsonObjectReader(bool(begin), self.name_key, self.ends if begin else ())
+        if first_char == "`" and not begin:
+            return CodeBlockReader(self.name_key)
         return None
 
 
@@ -134,6 +136,20 @@ class JsonObjectReader(CallReader):
 
     def _read_end(self, char: str) -> None:
         self._expect_one_of(char, dict.fromkeys(self._ends, self._complete))
+
+
+class CodeBlockReader(JsonObjectReader):
+    """Reads a call as a JSON object in a code block, as small models write it without the markers of their format."""
+
+    def __init__(self, name_key: str) -> None:
+        super().__init__(False, name_key, ("```",))
+        self._state = self._read_fence
+
+    def _read_fence(self, char: str) -> None:
+        self._expect_one_of(char, dict.fromkeys(("```json", "```\n"), self._read_content))
+
+    def _read_content(self) -> None:
+        self._state = self._read_opening
 
 
 class NamedCallReader(CallReader):

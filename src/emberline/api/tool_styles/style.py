@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from emberline.api.call import Tool
 from emberline.api.rule_writer import ANY_TEXT, RuleWriter
@@ -28,6 +28,7 @@ class ToolStyle(ABC):
     separator: str = ""  # text between two calls
     list_brackets: tuple[str, str] | None = None  # texts before and after several calls that share one `begin`
     markerless_starts: str = ""  # first characters of an output that begins with a call without `begin`
+    mistaken_starts: str = ""  # those of an output in which a small model forgot `begin`
     gap_chars: str = ""  # characters besides white space that may separate calls
     ends_reasoning: bool = False  # `begin` ends reasoning that has no closing marker
     allows_several_calls: bool = True  # false: the model writes one call in a reply
@@ -57,6 +58,10 @@ class ToolStyle(ABC):
 
         Raises InvalidRequest if the tool is strict and the format cannot enforce its schema.
         """
+
+    def accepting_mistakes(self) -> Self:
+        """Return the style for output that no grammar binds to the format: calls without `begin` are calls too."""
+        return replace(self, markerless_starts=self.markerless_starts + self.mistaken_starts)
 
     def is_used_by(self, template: str) -> bool:
         return any(all(text in template for text in texts) for texts in self.template_signs)
