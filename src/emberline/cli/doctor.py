@@ -279,9 +279,10 @@ def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[
 
 
 def _check_embedder() -> DoctorFinding:
-    from emberline.hub.pull import KNOWN_MODELS, is_pulled
+    from emberline.hub.builtin_models import KNOWN_MODELS
+    from emberline.hub.pull import is_pulled
 
-    wheel, name = KNOWN_MODELS[DEFAULT_EMBEDDER], DEFAULT_EMBEDDER
+    wheel, name = KNOWN_MODELS[DEFAULT_EMBEDDER].wheels[0], DEFAULT_EMBEDDER
     if is_pulled(name, cache_dir()):
         return DoctorFinding("embedder", f"{name}: {wheel.label}")
     note = f"{name} is not in the local cache; the first embeddings request downloads its {wheel.size / 1e6:.1f} MB"

@@ -18,7 +18,8 @@ from emberline.core.tls import TLSIdentity
 from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarTrialProcess
 from emberline.engine.messages import LoadedModelInfo
-from emberline.hub.pull import KNOWN_MODELS, checkpoint_path
+from emberline.hub.builtin_models import KNOWN_MODELS
+from emberline.hub.pull import checkpoint_path
 from emberline.hub.source import ModelNotPulled, resolve_model
 from emberline.server.metrics import ModelMetrics
 from emberline.server.pages import StaticPage, load_pages
@@ -91,7 +92,7 @@ def _open_embedding_model(config: ServerConfig) -> AnyEmbeddingModel | None:
     name = config.embedder
     if name is None:
         return None
-    description = KNOWN_MODELS[name].label if name in KNOWN_MODELS else "sentence embedder"
+    description = KNOWN_MODELS[name].wheels[0].label if name in KNOWN_MODELS else "sentence embedder"
     timeout = min(config.request_timeout, config.token_timeout)
 
     def load(*, allow_download: bool = True) -> EmbeddingModel:
