@@ -34,13 +34,13 @@ TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, sinc
 
 # Prompt bursts. The values are those with the best first tokens of an open loop of long prompts near the limit of an
 # H200, of all that kept nine of ten tokens at the speed of steps without prompts (docs/log.md).
-STREAM_TOKENS_PER_LATE_TOKEN = 12.5  # more than ten: with many streams, steps between bursts are late too
+STREAM_TOKENS_PER_LATE_TOKEN = 10.6  # more than ten: with many streams, steps between bursts are late too
 MAX_SAVED_LATE_TOKENS = 1000  # that are saved while no prompts come, for a burst of them
 ON_TIME_STEP_SECONDS = 0.016  # a step of this length delays no token noticeably
-ON_TIME_BASE_STEPS = 1.1  # nor does one of this many times the length of a step without prompts
+ON_TIME_BASE_STEPS = 1.15  # nor does one of this many times the length of a step without prompts
 BURST_STEP_SECONDS = 0.055  # at most, of a step in a burst: a new prompt waits for the steps that are planned
 BURST_STEP_BASE_STEPS = 3  # of this many steps without prompts, if that is longer: each reads all weights once
-MAX_BURST_SECONDS = 0.36
+MAX_BURST_SECONDS = 0.42
 MAX_PROMPT_WAIT_SECONDS = 0.5  # a prompt that has waited this long starts a burst although streams had one just now
 
 
