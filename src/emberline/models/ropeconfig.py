@@ -96,6 +96,11 @@ def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_posi
         )
     if is_nested:
         fields, local = fields.section("full_attention"), fields.section("sliding_attention")
+    if arch.has_local_rope and any(each.values.get("truncate", True) is not True for each in (fields, local)):
+        raise UnsupportedModel(
+            f"{fields.where}: truncate is not true, which transformers ignores for this model type",
+            hint="remove truncate if the model was trained with transformers",
+        )
     rope = RopeConfig.from_hf(fields, config, head_dim, max_position, aliases=arch.rope_aliases)
     if not arch.partial_rotary and rope.dim != head_dim:
         raise UnsupportedModel(
