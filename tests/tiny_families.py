@@ -25,6 +25,8 @@ def config(model_type: str, /, **changes: Any) -> Config:
     """Return a config.json; a change to None removes a field."""
     base = {**tiny.BASE, "model_type": model_type, "architectures": [f"{CLASSES[model_type]}ForCausalLM"]}
     base |= {"pad_token_id": 0, "num_hidden_layers": 4}
+    if model_type == "olmo3":  # transformers ignores another value for layers with a window
+        base["rope_theta"] = 500000.0
     return {name: value for name, value in {**base, **changes}.items() if value is not None}
 
 

@@ -25,7 +25,8 @@ from emberline.models.loader import load_decoder
 YARN = random_checkpoints.YARN
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0}
 SCALED |= {"beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7, "rope_theta": 10000.0}
-OLMO3 = {"sliding_window": 7, "rope_theta": 5e5, "rope_scaling": {**YARN, "rope_theta": None, "truncate": None}}
+OLMO3_YARN = {name: value for name, value in YARN.items() if name not in ("rope_theta", "truncate")}
+OLMO3 = {"sliding_window": 7, "rope_theta": 5e5, "rope_scaling": OLMO3_YARN}
 FULL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 SCOUT_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 8192}
 SCOUT_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from paged_model import Cache, assert_close, oracle, prompts
-from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.kernels.packed_weight import WeightLayout
@@ -72,30 +70,6 @@ def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
 
 def test_longrope_within_its_original_context(tmp_path: Path) -> None:
     check_context(tiny.write(tmp_path, "llama-longrope"), context=16, length=16)
-
-
-def test_partial_rotation(tmp_path: Path) -> None:
-    """Compare Llama with Phi-3, a Llama with stacked tensors: Llama of transformers cannot rotate partially."""
-    numbers: dict[str, Any] = {**tiny.BASE, "pad_token_id": 0, "partial_rotary_factor": 0.5}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**numbers, attn_implementation="eager"))
-    named: dict[str, Tensor] = {}
-    for name, tensor in phi.state_dict().items():
-        stacks = {"self_attn.qkv_proj": (48, 16, 16), "mlp.gate_up_proj": (80, 80)}
-        parts = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-        parts["mlp.gate_up_proj"] = ("mlp.gate_proj", "mlp.up_proj")
-        stack = next((stack for stack in stacks if stack in name), None)
-        if stack is None:
-            named[name] = tensor.contiguous()
-            continue
-        for part, rows in zip(parts[stack], tensor.split(stacks[stack]), strict=True):
-            named[name.replace(stack, part)] = rows.contiguous()
-    directory = tiny.write_tensors(tmp_path, tiny.config("llama", partial_rotary_factor=0.5), named)
-    tokens = prompts(30)
-    with torch.inference_mode():
-        theirs = phi(torch.tensor(tokens)).logits[0]
-    assert_close([Cache(load_decoder(directory), tokens).step([30])], [theirs])
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,9 @@ def test_unknown_fields_are_refused_by_name(model_type: str) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("olmo2", {"sliding_window": 7}),
         ("olmo2", {"partial_rotary_factor": 0.5}),
+        ("olmo3", {"rope_theta": 1e4}),
+        ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": None}}),
         ("llama", {"partial_rotary_factor": 0.5}),  # transformers ignores it
         ("qwen3_moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("olmo2", {"mlp_bias": True}),

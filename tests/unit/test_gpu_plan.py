@@ -52,7 +52,8 @@ GROUPED: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
     },
     "olmo3-7b": {
-        **COMMON, "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
+        **COMMON, "model_type": "olmo3", "rope_theta": 5e5,
+        "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 100278,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 4096,
         "max_position_embeddings": 65536, "layer_types": ([SLIDING] * 3 + [FULL]) * 8,
     },

@@ -90,8 +90,6 @@ OLMO3 = Architecture(
     window_pattern=4,
     has_local_rope=True,
     local_theta_field="rope_theta",
-    # transformers ignores another value for the layers with a window.
-    fixed_fields={"rope_theta": 500000.0},
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
 )
 GRANITE: dict[str, Any] = {

@@ -96,15 +96,36 @@ def read_ropes(config: ConfigFields, arch: Architecture, head_dim: int, max_posi
         )
     if is_nested:
         fields, local = fields.section("full_attention"), fields.section("sliding_attention")
+    if arch.has_local_rope and any(each.values.get("truncate", True) is not True for each in (fields, local)):
+        raise UnsupportedModel(
+            f"{fields.where}: truncate is not true, which transformers ignores for this model type",
+            hint="remove truncate if the model was trained with transformers",
+        )
     rope = RopeConfig.from_hf(fields, config, head_dim, max_position, aliases=arch.rope_aliases)
     if not arch.partial_rotary and rope.dim != head_dim:
-        raise UnsupportedModel(f"{fields.where}: partial_rotary_factor is not supported for this model type")
+        raise UnsupportedModel(
+            f"{fields.where}: partial_rotary_factor is {rope.dim / head_dim:g}; this model type rotates whole heads",
+            hint="transformers ignores it: remove it if the model was trained with whole heads rotated",
+        )
     if arch.latent_attention:
         return Ropes(rope, score_factor=_read_score_factor(fields, rope))
     if not arch.has_local_rope:
         return Ropes(rope)
+    if arch.local_theta_field == "rope_theta" and not local.has_field("rope_theta"):
+        _check_shared_theta(config, arch)
     local_rope = RopeConfig.from_hf(local, config, head_dim, max_position, theta_field=arch.local_theta_field)
     return Ropes(rope, None if local_rope == rope else local_rope)
+
+
+def _check_shared_theta(config: ConfigFields, arch: Architecture) -> None:
+    """Raise UnsupportedModel for a rope_theta that transformers ignores in the layers with a window."""
+    theta, default = config.number("rope_theta"), arch.defaults["rope_theta"]
+    if theta != default:
+        raise UnsupportedModel(
+            f"config.json sets rope_theta to {theta:g}; for this model type, transformers uses {default:g} in the "
+            "layers with a window",
+            hint="set rope_theta in rope_parameters, for full_attention and for sliding_attention",
+        )
 
 
 def _read_score_factor(fields: ConfigFields, rope: RopeConfig) -> float:
