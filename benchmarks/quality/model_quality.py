@@ -44,6 +44,7 @@ CODE_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help="a name or file, as emberline serve takes it")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="questions to ask (default: all)")
     reports.add_report_arguments(parser)
     args = parser.parse_args()
     questions = json.loads(QUESTIONS_FILE.read_text("utf-8"))
@@ -51,7 +52,8 @@ def main() -> int:
     report.config = {"temperature": 0, "max_tokens": MAX_TOKENS, "load_at_start": os.getloadavg()[0], "answers": {}}
     for given in args.models:
         name, _, model = given.rpartition("=")
-        measure_model(report, name or Path(model).stem, model, questions)
+        name = name or (Path(model).stem if model.endswith(".gguf") else model)
+        measure_model(report, name, model, {g: questions[g] for g in (*args.groups, "tool_list")})
     report.config["load_at_end"] = os.getloadavg()[0]
     report.print_and_save(args.json, args.commit)
     return 0
@@ -63,7 +65,7 @@ def measure_model(report: reports.BenchReport, name: str, model: str, questions:
         with EmberlineServer(arguments, Path(folder) / "server.log") as server:
             report.add(f"{name} ready", server.ready_seconds, "s")
             answers: dict[str, Any] = {}
-            for group in GROUPS:
+            for group in (group for group in GROUPS if group in questions):
                 with ThreadPoolExecutor(STREAMS) as pool:
                     replies = list(pool.map(lambda q: ask(server.url, make_request(q, questions)), questions[group]))
                 marks = [judge(q, reply) for q, reply in zip(questions[group], replies, strict=True)]
