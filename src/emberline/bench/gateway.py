@@ -55,7 +55,7 @@ APIS = {
     "chat": BenchedAPI(
         "/v1/chat/completions", "/v1/default/cached/compat/chat/completions", "fake", "openai", "/v1", {}, 3, b"[DONE]"
     ),
-    # LiteLLM 1.109 has a path in Rust for this API of this provider, which is off by default.
+    # LITELLM_RUST turns on what LiteLLM has in Rust for this API; its proxy in 1.109.1 stays in Python all the same.
     "messages": BenchedAPI(
         "/v1/messages",
         "/v1/default/cached/anthropic/v1/messages",
