@@ -48,7 +48,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []  # bodies of chat completions, in order
         self.models: list[dict[str, Any]] = [{"id": "fake", "object": "model", "owned_by": "emberline", "kind": "chat"}]
         self.admin_key = ""  # of the endpoints that change the models; "": they are off
-        self.cached = [{"name": "hf:org/old-GGUF:Q4_0", "bytes": 2_000_000_000, "changed": 0}]
+        self.cached = [{"name": "hf:org/large-GGUF/large-q4_0.gguf", "bytes": 2_000_000_000, "changed": 0}]
         self.gone = 0  # clients that left before their answer ended
         self.seen = 0  # characters of history already "cached"
         self.counters = {"generated_tokens": 0, "prompt_tokens": 0, "prefix_queries": 0, "prefix_hits": 0, "step": 0}
@@ -127,7 +127,13 @@ class _Handler(BaseHTTPRequestHandler):
         facts = {"context": 40960, "licence": "Apache-2.0"}
         catalogue = [
             {"name": "small", "source": "hf:org/small", "parameters": 6e8, "download_bytes": 6e8, "gpu_bytes": 1.2e9},
-            {"name": "large", "source": "hf:org/large", "parameters": 3e10, "download_bytes": 18e9, "gpu_bytes": 6e10},
+            {
+                "name": "large",
+                "source": "hf:org/large-GGUF:Q4_0",
+                "parameters": 3e10,
+                "download_bytes": 18e9,
+                "gpu_bytes": 6e10,
+            },
         ]
         body = {"served": served, "cached": self.fake.cached, "pulling": [], "available_bytes": 9_000_000_000}
         self._send(200, body | {"catalogue": [each | facts for each in catalogue]})

@@ -431,6 +431,7 @@ def test_models_are_pulled_loaded_unloaded_and_removed(page: Chromium, fake: Fak
     page.js("(s => { s.value = '80000000000'; s.onchange() })(document.querySelector('.models [name=memory]'))")
     assert page.text("[data-models=catalogue] tbody td") == "large", "the largest that fits is first"
     assert "admin" not in page.js("JSON.stringify(localStorage)"), "the key is not kept beyond the tab"
+    assert page.text("[data-models=cached] td").startswith("large"), "the catalogue's name of the file on the disk"
     save_screenshot(page, "models")
     page.resize(390, 844)
     assert page.js("[...document.querySelectorAll('.models .rows')].every(e => e.scrollWidth <= e.clientWidth)")

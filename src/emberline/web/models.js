@@ -181,6 +181,7 @@ export class ModelsDialog {
             : element("small", {}, "named at the start"),
         ]),
         "",
+        ["", "", "extra", ""],
       ),
     );
     this.tables.cached.replaceChildren(
@@ -192,7 +193,9 @@ export class ModelsDialog {
           element(
             "span",
             {},
-            sources.has(name) ? "" : this.button("Load", name, () => this.follow("load", name)),
+            served.some(({ source }) => isSource(source, name))
+              ? ""
+              : this.button("Load", name, () => this.follow("load", shortName(name, catalogue) ?? name)),
             this.toConfirm === name
               ? this.button(`Delete ${gigabytes(bytes)}`, name, () => this.change("remove", name), "dangerous")
               : this.button("Remove", name, () => ((this.toConfirm = name), this.draw())),
@@ -301,8 +304,15 @@ const section = (title, about, ...content) =>
 const entry = (name, more = "") =>
   more ? element("span", {}, name, " ", element("small", {}, more)) : element("span", {}, name);
 
-/** Return the catalogue's name of a source; undefined if it has none. */
-const shortName = (source, catalogue) => catalogue.find((model) => model.source === source)?.name;
+/** Return whether a source such as hf:org/name:Q8_0 stands for a model on the disk, such as hf:org/name/name-Q8_0.gguf. */
+function isSource(source, cachedName) {
+  const [, repository, tag] = /^(hf:[^:@]+):([^@]+)/.exec(source) ?? [];
+  if (!tag) return source === cachedName;
+  return cachedName.startsWith(`${repository}/`) && cachedName.toUpperCase().includes(tag.toUpperCase());
+}
+
+/** Return the catalogue's name of a model on the disk; undefined if it has none. */
+const shortName = (cachedName, catalogue) => catalogue.find(({ source }) => isSource(source, cachedName))?.name;
 
 function table(titles, rows, none, classes = []) {
   if (!rows.length) return element("p", { className: "note" }, none);
