@@ -50,11 +50,12 @@ def start(pool: FairThreads, work: Work, tenant: str, *names: str) -> list[async
 
 def test_tenants_take_turns() -> None:
     async def test(pool: FairThreads, work: Work) -> None:
-        tasks = start(pool, work, "a", "a1", "a2", "a3") + start(pool, work, "b", "b1") + start(pool, work, "c", "c1")
+        waiting = {"a": ["a1", "a2", "a3", "a4"], "b": ["b1", "b2"], "c": ["c1"]}
+        tasks = [task for tenant, names in waiting.items() for task in start(pool, work, tenant, *names)]
         await settle()
         work.may_end.set()
-        assert await asyncio.gather(*tasks) == ["a1", "a2", "a3", "b1", "c1"]
-        assert work.started == ["a1", "a2", "b1", "c1", "a3"]
+        assert await asyncio.gather(*tasks) == ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+        assert work.started == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
     run(test)
 
@@ -80,8 +81,9 @@ def test_full_queue_rejects_the_tenant_that_waits_most() -> None:
         many = start(pool, work, "a", *"12345")
         await settle()
         assert [task.done() for task in many] == [False, False, False, True, True]  # at most 3 of a tenant wait
-        with pytest.raises(Overloaded, match="too many calls: 3 of this API key and 3 of all keys"):
-            many[3].result()
+        for rejected in many[3:]:
+            with pytest.raises(Overloaded, match="too many calls: 3 of this API key and 3 of all keys"):
+                rejected.result()
         others = start(pool, work, "b", "b1") + start(pool, work, "c", "c1")
         await settle()
         assert isinstance(many[2].exception(), Overloaded)  # dropped for c1
@@ -119,5 +121,21 @@ def test_close_ends_waiting_calls() -> None:
         pool.close()
         with pytest.raises(EngineUnavailable, match="shutting down"):
             await waiting
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await pool.run("b", work.call, "late")
 
     run(test)
+
+
+def test_call_that_outlives_its_event_loop_delays_the_next_loop_only_until_it_ends() -> None:
+    pool, work = FairThreads("calls", 1), Work()
+
+    async def leave_running() -> None:
+        start(pool, work, "a", "1")
+        await settle()
+
+    asyncio.run(leave_running())
+    work.may_end.set()
+    assert asyncio.run(asyncio.wait_for(pool.run("a", work.call, "2"), TIMEOUT_S)) == "2"
+    assert work.started == ["1", "2"]
+    pool.close()

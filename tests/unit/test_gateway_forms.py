@@ -31,6 +31,13 @@ def test_model_is_read_and_replaced(kind: str, content: bytes) -> None:
         assert replaced == body.replace(b"openai/whisper-1", b"whisper-1")
 
 
+@pytest.mark.parametrize("count", ["1234x", " 10", "1e3", "-1", "\u00b2", "9" * 5000])
+def test_count_that_is_no_number_is_rejected(count: str) -> None:
+    field = part(b'Content-Disposition: form-data; name="n"', count.encode())
+    with pytest.raises(InvalidRequest, match="it must be a whole number"):
+        read_form_fields(MODEL + field + END, TYPE)
+
+
 def test_other_fields() -> None:
     stream = part(b'content-disposition: form-data; name="stream"', b"true")
     count = part(b'Content-Disposition: form-data; name="n"', b"3")

@@ -15,6 +15,7 @@ from gateway_requests import call
 from emberline.api.parse import decode
 from emberline.core.clock import ManualClock
 from emberline.core.errors import EngineUnavailable, InvalidRequest, WorkTooLarge
+from emberline.core.fair_threads import current_client
 from emberline.core.offload import LARGE_INPUT_BYTES, OffloadProcess, offload
 from emberline.gateway.cache.key import cache_key
 from emberline.gateway.core.body_summary import summarize_body
@@ -74,6 +75,26 @@ def test_errors_are_passed_on_unchanged(child: OffloadProcess) -> None:
     assert caught.value.status == 400 and caught.value.code == "invalid_value"
     with pytest.raises(RecursionError):
         asyncio.run(child.run(json.loads, "[" * 100_000))
+
+
+def test_work_of_another_client_waits_for_one_call_only() -> None:
+    order: list[str] = []
+
+    async def work(process: OffloadProcess, client: bytes, name: str) -> None:
+        current_client.set(client)
+        await process.run(int, "1")
+        order.append(name)
+
+    async def run() -> None:
+        process = OffloadProcess("test")
+        names = [(b"a", f"a{i}") for i in range(5)] + [(b"b", "b")]
+        await asyncio.gather(*(work(process, *each) for each in names))
+        process.close()
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await process.run(int, "1")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert order.index("b") <= 2
 
 
 # -- users of the children ---------------------------------------------------------------------------------------------

@@ -10,15 +10,17 @@ Threads take the waiting calls of the tenants in turn. A tenant never occupies a
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from queue import LifoQueue
+from queue import LifoQueue, SimpleQueue
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from emberline.core.errors import EngineUnavailable, Overloaded
+from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded
 
 MAX_WAITING_PER_TENANT = 1024  # calls, as many requests as an engine lets wait by default
 MAX_WAITING = 4096
@@ -26,18 +28,24 @@ MAX_WAITING = 4096
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
+Tenant = str | bytes
+
+# The client of a request with a large body: the tenant of the work on that body in child processes (`offload.py`).
+current_client: ContextVar[Tenant] = ContextVar("current_client", default=b"")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    tenant: str
+    tenant: Tenant
     function: Callable[[], Any]
-    result: asyncio.Future[Any]
+    result: Future[Any]
+
+    def fail(self, error: EmberlineError) -> None:
+        if self.result.set_running_or_notify_cancel():
+            self.result.set_exception(error)
 
 
 class FairThreads:
-    """The methods must be called on one event loop's thread."""
-
     def __init__(
         self,
         work: str,
@@ -51,38 +59,47 @@ class FairThreads:
         self._num_threads = threads
         self._max_running_per_tenant = max(1, threads - 1)
         self._max_waiting_per_tenant, self._max_waiting = max_waiting_per_tenant, max_waiting
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=work.replace(" ", "-"))
-        self._num_running: Counter[str] = Counter()  # by tenant
-        self._waiting: OrderedDict[str, deque[_Call]] = OrderedDict()  # by tenant; the next one first
+        self._lock = threading.RLock()  # of the fields below
+        self._threads: list[threading.Thread] = []  # daemons, so that a call that hangs does not keep the process alive
+        self._started: SimpleQueue[_Call | None] = SimpleQueue()  # None ends a thread
+        self._num_running: Counter[Tenant] = Counter()
+        self._waiting: OrderedDict[Tenant, deque[_Call]] = OrderedDict()  # the next tenant first
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
 
-    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, tenant: Tenant, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function in a thread and return its result.
 
-        Raises Overloaded if too many calls wait. If the caller is cancelled, a waiting call is dropped, and a running
-        one continues without effect."""
-        call = _Call(tenant, partial(function, *args, **kwargs), asyncio.get_running_loop().create_future())
-        self._make_room(tenant)
-        self._waiting.setdefault(tenant, deque()).append(call)
-        self._start_calls()
+        Raises Overloaded if too many calls wait, EngineUnavailable after `close`. If the caller is cancelled, a waiting
+        call is dropped, and a running one continues without effect."""
+        call = _Call(tenant, partial(function, *args, **kwargs), Future())
+        with self._lock:
+            if self._is_closed:
+                raise _closed_error()
+            self._make_room(tenant)
+            self._waiting.setdefault(tenant, deque()).append(call)
+            self._start_calls()
         try:
-            result: T = await call.result
+            result: T = await asyncio.wrap_future(call.result)
             return result
         finally:
             self._remove_waiting(call)
 
     def close(self) -> None:
-        """Let the waiting calls fail; do not wait for running ones."""
-        for call in [call for calls in self._waiting.values() for call in calls]:
-            self._remove_waiting(call)
-            if not call.result.done():
-                call.result.set_exception(EngineUnavailable("the server is shutting down"))
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Let the waiting calls and later ones fail; do not wait for running ones."""
+        with self._lock:
+            self._is_closed = True
+            for call in [call for calls in self._waiting.values() for call in calls]:
+                self._remove_waiting(call)
+                call.fail(_closed_error())
+            for _ in self._threads:
+                self._started.put(None)
 
-    def _make_room(self, tenant: str) -> None:
+    def _make_room(self, tenant: Tenant) -> None:
         """Raise Overloaded if the tenant may not wait. In a full queue, drop a call of the tenant that has most."""
         own = len(self._waiting.get(tenant, ()))
         is_full = self.num_waiting >= self._max_waiting
@@ -92,8 +109,7 @@ class FairThreads:
         if is_full:
             dropped = self._waiting[largest][-1]
             self._remove_waiting(dropped)
-            if not dropped.result.done():
-                dropped.result.set_exception(self._overload_error(len(self._waiting[largest])))
+            dropped.fail(self._overload_error(len(self._waiting[largest])))
 
     def _overload_error(self, num_waiting: int) -> Overloaded:
         return Overloaded(
@@ -103,38 +119,46 @@ class FairThreads:
     def _start_calls(self) -> None:
         while self._num_running.total() < self._num_threads and (call := self._take_next()) is not None:
             self._num_running[call.tenant] += 1
-            running = asyncio.get_running_loop().run_in_executor(self._threads, call.function)
-            running.add_done_callback(partial(self._finish, call))
+            self._started.put(call)
+            if len(self._threads) < self._num_running.total():
+                name = f"{self._work.replace(' ', '-')}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run_started, name=name, daemon=True))
+                self._threads[-1].start()
 
     def _take_next(self) -> _Call | None:
         for tenant, calls in self._waiting.items():
             if self._num_running[tenant] < self._max_running_per_tenant:
-                call = calls.popleft()
                 self._waiting.move_to_end(tenant)
-                if not calls:
-                    del self._waiting[tenant]
+                call = calls[0]
+                self._remove_waiting(call)
                 return call
         return None
 
-    def _finish(self, call: _Call, running: asyncio.Future[Any]) -> None:
-        self._num_running[call.tenant] -= 1
-        if not self._num_running[call.tenant]:
-            del self._num_running[call.tenant]
-        if running.cancelled():
-            call.result.cancel()
-        elif (error := running.exception()) is not None:
-            if not call.result.done():
-                call.result.set_exception(error)
-        elif not call.result.done():
-            call.result.set_result(running.result())
-        self._start_calls()
+    def _run_started(self) -> None:
+        while (call := self._started.get()) is not None:
+            if call.result.set_running_or_notify_cancel():
+                try:
+                    call.result.set_result(call.function())
+                except BaseException as e:
+                    call.result.set_exception(e)
+            with self._lock:
+                self._num_running[call.tenant] -= 1
+                if not self._num_running[call.tenant]:
+                    del self._num_running[call.tenant]
+                self._start_calls()
+            del call  # it may hold a large body
 
     def _remove_waiting(self, call: _Call) -> None:
-        calls = self._waiting.get(call.tenant)
-        if calls is not None and call in calls:
-            calls.remove(call)
-            if not calls:
-                del self._waiting[call.tenant]
+        with self._lock:
+            calls = self._waiting.get(call.tenant)
+            if calls is not None and call in calls:
+                calls.remove(call)
+                if not calls:
+                    del self._waiting[call.tenant]
+
+
+def _closed_error() -> EngineUnavailable:
+    return EngineUnavailable("the server is shutting down")
 
 
 class FairWorkers(Generic[W]):
@@ -157,7 +181,9 @@ class FairWorkers(Generic[W]):
         for worker in reversed(workers):
             self._idle.put(worker)
 
-    async def run(self, tenant: str, function: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(
+        self, tenant: Tenant, function: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call `function(worker, *args, **kwargs)` with an idle worker. Raises the errors of FairThreads.run."""
 
         def call() -> T:

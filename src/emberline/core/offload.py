@@ -7,17 +7,16 @@ where they cost less than sending them to a child:
     found = peek(body) if len(body) < LARGE_INPUT_BYTES else await offload.run(len(body), peek, body)
 
 There are two child processes, each started when it is first needed: one for inputs up to HUGE_INPUT_BYTES and one for
-larger ones, so that a request of 200 kB does not wait for one of 30 MB. Clients
-take turns (`fair_executor.py`). A call that takes more than MAX_CPU_SECONDS of
-CPU time ends its child and raises WorkTooLarge; the next call starts a new child. The function is passed by its module
-and name, so it must be importable; arguments, result and error are pickled. Unpickling holds the interpreter's lock in
-the server's process, so a function whose input may have a million objects returns few objects or rejects the request.
+larger ones, so that a request of 200 kB does not wait for one of 30 MB. Clients take turns (`fair_threads.py`). A call
+that takes more than MAX_CPU_SECONDS of CPU time ends its child and raises WorkTooLarge; the next call starts a new
+child. The function is passed by its module and name, so it must be importable; arguments, result and error are pickled.
+Unpickling holds the interpreter's lock in the server's process, so a function whose input may have a million objects
+returns few objects or rejects the request.
 Children run at a lower priority than the server, so that its event loop gets a core first.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
@@ -32,7 +31,7 @@ from collections.abc import Callable
 from typing import IO, Any, ParamSpec, TypeVar
 
 from emberline.core.errors import EmberlineError, EngineUnavailable, WorkTooLarge
-from emberline.core.fair_executor import FairExecutor
+from emberline.core.fair_threads import MAX_WAITING, FairThreads, current_client
 
 LARGE_INPUT_BYTES = 1 << 17  # smaller inputs are processed on the event loop
 HUGE_INPUT_BYTES = 1 << 20  # larger inputs have their own child process
@@ -80,18 +79,20 @@ class OffloadProcess:
         self._command = (*_COMMAND, str(niceness), str(memory_bytes))
         self._exit_error = exit_error
         self._lock = threading.Lock()  # one call at a time
-        self._thread = FairExecutor(f"offload-{name}")
+        # Requests with a small body share one turn, but may have large replies: together they may fill the queue.
+        self._threads = FairThreads(f"{name} inputs", 1, max_waiting_per_tenant=MAX_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
         self.calls = 0  # number of calls so far, for tests
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        result: T = await loop.run_in_executor(self._thread, lambda: self.call(function, *args, **kwargs))
-        return result
+        return await self._threads.run(current_client.get(), lambda: self.call(function, *args, **kwargs))
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Like `run`, but blocks: call it in a thread."""
         with self._lock:
+            if self._is_closed:
+                raise EngineUnavailable("the server is shutting down")
             value: T = self._call(function, args, kwargs)
             return value
 
@@ -149,12 +150,13 @@ class OffloadProcess:
         return process.wait()
 
     def close(self) -> None:
-        """End the child process. A call under way fails.
+        """End the child process. The calls under way and later ones fail.
 
         A server's children also end by themselves when their stdin ends."""
+        self._is_closed = True
+        self._threads.close()
         if (process := self._process) is not None:
             process.kill()
-        self._thread.shutdown()
         with self._lock:
             if self._process is not None:
                 self._process.kill()

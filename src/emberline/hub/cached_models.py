@@ -121,11 +121,9 @@ def find_cached_model(name: str, cache: Path) -> CachedModel:
         found = _find_builtin(name, cache)
     else:
         source = name if name.startswith("hf:") else find_source(name)
-        if source is None:
-            raise ModelNotInCache(f"no model {name[:200]!r} is in the cache", param="model")
-        found = _find_hub_model(source.removeprefix("hf:").partition("@")[0], cache)
+        found = _find_hub_model(source.removeprefix("hf:").partition("@")[0], cache) if source is not None else None
     if found is None:
-        raise ModelNotInCache(f"model {name[:200]} is not in the cache", param="model")
+        raise ModelNotInCache(f"model {name[:200]!r} is not in the cache", param="model")
     return found
 
 

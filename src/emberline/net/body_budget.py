@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emberline.core.errors import BodyMemoryFull, BodyShareFull
-from emberline.core.fair_executor import current_client
+from emberline.core.fair_threads import current_client
 
 TOTAL_BODY_BYTES = 512 << 20
 MIN_TOTAL_BODY_BYTES = 64 << 20

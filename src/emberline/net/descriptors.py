@@ -1,6 +1,6 @@
 """DescriptorWatch: keeps some file descriptors of the process free while clients open connections.
 
-Without a free descriptor, the event loop accepts and closes new connections without a word, and the process can reach
+Without a free descriptor, new connections are closed without a log line, and the process can reach
 neither its files nor other servers.
 """
 

@@ -78,7 +78,8 @@ class SignIn:
         )
         document = Document("key", DEFAULT_NAME, key.id, msgspec.json.encode(key))
         request = AdminRequest(_LINK, {"account": DEFAULT_NAME}, {}, b"")
-        old = [each for each in await self._context.list_all_documents("key", DEFAULT_NAME) if _is_over(each, now)]
+        documents = await self._context.list_all_documents("key", DEFAULT_NAME)
+        old = [each for each in documents if _is_expired_session(each, now)]
         view = KeyView.from_stored_key(key)
         await self._context.commit(request, "key.create", key.id, put=[document], delete=old, after=view)
         return KeyView.from_stored_key(key, secret)
@@ -119,7 +120,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _is_over(document: Document, now: int) -> bool:
+def _is_expired_session(document: Document, now_ms: int) -> bool:
     """Return whether a stored key is of an earlier sign-in and has expired."""
     key = decode_json(document.body, StoredKey)
-    return key.name == SESSION_KEY_NAME and key.expires is not None and key.expires <= now
+    return key.name == SESSION_KEY_NAME and key.expires is not None and key.expires <= now_ms

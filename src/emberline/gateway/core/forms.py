@@ -22,6 +22,7 @@ _BOUNDARY_CHARS = re.compile(r"[0-9A-Za-z'()+_,./:=? -]+")
 # Only these forms of content-disposition are accepted: a name, then at most a filename, both in quotes.
 _DISPOSITION = re.compile(rb'form-data;\s*name="([^"\\\r\n]*)"(?:;\s*filename\*?=[^\r\n]*)?', re.I)
 _SECOND_NAME = re.compile(rb";\s*name\*?\s*=", re.I)
+_COUNT = re.compile(r"[0-9]{1,9}")
 _HINT = "send the form as curl -F or a client library does"
 
 
@@ -73,10 +74,16 @@ def read_form_fields(body: bytes, content_type: str) -> BodyFields:
     fields = BodyFields(
         model=values.get("model"),
         stream=values.get("stream", "").lower() in ("true", "1"),
-        n=int(values["n"]) if values.get("n", "").isascii() and values.get("n", "")[:4].isdigit() else None,
+        n=_read_count(values["n"]) if values.get("n") else None,
     )
     check_model_name(fields)
     return fields
+
+
+def _read_count(value: str) -> int:
+    if not _COUNT.fullmatch(value):
+        raise InvalidRequest(f"n is {value[:40]!r}; it must be a whole number", param="n", hint="set n to 1 or more")
+    return int(value)
 
 
 def estimate_form_tokens(body: bytes, content_type: str) -> int:

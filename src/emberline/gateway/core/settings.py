@@ -67,7 +67,7 @@ class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str | None = None  # for example a service account's JSON, or `gcloud auth application-default`'s file
     speaks: tuple[str, ...] | None = None  # wire formats: openai-chat, anthropic, ...; not set: the provider's default
     headers: dict[str, str] = {}  # sent with every request
-    prefill: AssistantPrefill | None = None  # how its chat continues an assistant message; None: the provider's default
+    prefill: AssistantPrefill | None = None  # how a chat continues an assistant message; not set: the default
     enabled: bool = True  # false: requests to this provider are rejected
     public: bool = False  # its address must be public, unless the operator allows private addresses
 

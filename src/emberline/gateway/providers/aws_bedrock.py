@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -48,7 +48,10 @@ class _AwsKey(msgspec.Struct, rename="camel"):
     region: str = DEFAULT_REGION
 
 
-SIGNING_THREADS = 2  # of each provider; with none of its own, large bodies would delay other work in threads
+SIGNING_THREADS = 2
+# Threads of their own: in the default executor, large bodies would delay other work. They are not a field of the
+# provider, which is sent to child processes.
+_signers = ThreadPoolExecutor(SIGNING_THREADS, thread_name_prefix="aws-signing")
 
 
 class Bedrock(Provider):
@@ -62,10 +65,6 @@ class Bedrock(Provider):
             f"{MANTLE}/{{}}/v1/chat/completions",
         )
     )
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._signers = ThreadPoolExecutor(SIGNING_THREADS, thread_name_prefix="aws-signing")
 
     def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         claude = "claude" in endpoint and endpoint.endswith("/invoke")
@@ -121,7 +120,7 @@ class Bedrock(Provider):
             # Hashing 30 MB takes 80 ms and releases the GIL, so a thread keeps the event loop free.
             sign = partial(_sign_request, request, key, now)
             is_small = len(request.body) < LARGE_INPUT_BYTES
-            headers = sign() if is_small else await asyncio.get_running_loop().run_in_executor(self._signers, sign)
+            headers = sign() if is_small else await asyncio.get_running_loop().run_in_executor(_signers, sign)
             request = msgspec.structs.replace(request, headers=headers)
         elif MANTLE in request.url and not text.startswith(ALGORITHM):
             others = {name: value for name, value in request.headers.items() if name != "authorization"}
