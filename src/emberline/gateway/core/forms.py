@@ -22,6 +22,8 @@ _BOUNDARY_CHARS = re.compile(r"[0-9A-Za-z'()+_,./:=? -]+")
 # Only these forms of content-disposition are accepted: a name, then at most a filename, both in quotes.
 _DISPOSITION = re.compile(rb'form-data;\s*name="([^"\\\r\n]*)"(?:;\s*filename\*?=[^\r\n]*)?', re.I)
 _SECOND_NAME = re.compile(rb";\s*name\*?\s*=", re.I)
+_READ_FIELDS = ("model", "stream", "n")  # that the gateway reads
+_MAX_COUNT_DIGITS = 4
 _HINT = "send the form as curl -F or a client library does"
 
 
@@ -58,8 +60,9 @@ def read_form(body: bytes, content_type: str) -> list[FormField]:
     if body[at + 2 :].strip(b"\r\n"):
         raise _form_error("bytes follow its end")
     names = [field.name for field in fields]
-    if names.count("model") > 1:
-        raise InvalidRequest("the form has the field model twice", param="model", hint="send the field once")
+    for name in _READ_FIELDS:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"the form has the field {name} twice", param=name, hint="send the field once")
     return fields
 
 
@@ -68,15 +71,26 @@ def read_form_fields(body: bytes, content_type: str) -> BodyFields:
     values = {
         field.name: body[field.start : field.end].decode("utf-8", "replace")
         for field in read_form(body, content_type)
-        if field.name in ("model", "stream", "n") and not field.is_file
+        if field.name in _READ_FIELDS and not field.is_file
     }
     fields = BodyFields(
         model=values.get("model"),
         stream=values.get("stream", "").lower() in ("true", "1"),
-        n=int(values["n"]) if values.get("n", "").isascii() and values.get("n", "")[:4].isdigit() else None,
+        n=_read_count(values["n"]) if "n" in values else None,
     )
     check_model_name(fields)
     return fields
+
+
+def _read_count(value: str) -> int:
+    """Return the number of results that the form asks for. Raise InvalidRequest if it is not one."""
+    if not (value.isascii() and value.isdigit() and len(value) <= _MAX_COUNT_DIGITS):
+        raise InvalidRequest(
+            f"the form's field n is {value[:40]!r}; it must be an integer of at most {_MAX_COUNT_DIGITS} digits",
+            param="n",
+            hint="n is the number of results",
+        )
+    return int(value)
 
 
 def estimate_form_tokens(body: bytes, content_type: str) -> int:
