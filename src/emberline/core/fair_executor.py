@@ -1,6 +1,7 @@
 """FairExecutor: one thread that runs calls, in turn for each client, so that no client waits for all calls of another.
 
-The client is `current_client` where `submit` is called, which is set for requests with a large body.
+The client is `current_client` where `submit` is called. It is set when a request's key has been checked, otherwise to
+the network address of a request with a large body.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from emberline.core.errors import ClusterCallForbidden, RequestForbidden, Unauthorized, WrongClusterKey
+from emberline.core.fair_executor import current_client
 from emberline.core.tenants import TENANT_SALT_HEADER
 from emberline.core.tls import match_names
 from emberline.core.tls_config import TLSConfig
@@ -61,9 +62,11 @@ class AccessPolicy:
 
     def _check_client(self, exchange: Exchange, *, accepts_cluster_key: bool) -> None:
         if _matches_any_key(_presented_key(exchange), (*self.api_keys, *self.admin_keys)):
+            current_client.set(_presented_key(exchange).encode())
             return
         if _matches_any_key(exchange.header(CLUSTER_KEY_HEADER), self.cluster_keys):
             self._check_peer_certificate(exchange)
+            current_client.set(_presented_key(exchange).encode())  # which the router has checked
             return
         # A program that reads metrics, such as Prometheus, needs no certificate unless every connection needs one.
         if accepts_cluster_key and _matches_any_key(_presented_key(exchange), self.cluster_keys):
