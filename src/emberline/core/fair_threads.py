@@ -4,14 +4,15 @@ Each kind of work has its own threads and its own bounded queue, so slow work of
 
     ids = await self._threads.run(tenant, tokenizer.encode, text)
 
-Threads take the waiting calls of the tenants in turn. A tenant never occupies all threads, if there are several.
+API keys take turns, and within a key its tenants: a client that splits its key into many tenants (see core/tenants.py)
+gets no more turns than others. A tenant never occupies all threads, if there are several.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from queue import LifoQueue
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from emberline.core.errors import EngineUnavailable, Overloaded
+from emberline.core.tenants import key_of_tenant
 
 MAX_WAITING_PER_TENANT = 1024  # calls, as many requests as an engine lets wait by default
 MAX_WAITING = 4096
@@ -53,11 +55,12 @@ class FairThreads:
         self._max_waiting_per_tenant, self._max_waiting = max_waiting_per_tenant, max_waiting
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=work.replace(" ", "-"))
         self._num_running: Counter[str] = Counter()  # by tenant
-        self._waiting: OrderedDict[str, deque[_Call]] = OrderedDict()  # by tenant; the next one first
+        # By key and tenant; in both dicts the next one first.
+        self._waiting: OrderedDict[str, OrderedDict[str, deque[_Call]]] = OrderedDict()
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(_count_calls, self._waiting.values()))
 
     async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function in a thread and return its result.
@@ -66,7 +69,8 @@ class FairThreads:
         one continues without effect."""
         call = _Call(tenant, partial(function, *args, **kwargs), asyncio.get_running_loop().create_future())
         self._make_room(tenant)
-        self._waiting.setdefault(tenant, deque()).append(call)
+        tenants = self._waiting.setdefault(key_of_tenant(tenant), OrderedDict())
+        tenants.setdefault(tenant, deque()).append(call)
         self._start_calls()
         try:
             result: T = await call.result
@@ -76,24 +80,35 @@ class FairThreads:
 
     def close(self) -> None:
         """Let the waiting calls fail; do not wait for running ones."""
-        for call in [call for calls in self._waiting.values() for call in calls]:
+        for call in [call for tenants in self._waiting.values() for calls in tenants.values() for call in calls]:
             self._remove_waiting(call)
             if not call.result.done():
                 call.result.set_exception(EngineUnavailable("the server is shutting down"))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _make_room(self, tenant: str) -> None:
-        """Raise Overloaded if the tenant may not wait. In a full queue, drop a call of the tenant that has most."""
-        own = len(self._waiting.get(tenant, ()))
-        is_full = self.num_waiting >= self._max_waiting
-        largest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
-        if own >= self._max_waiting_per_tenant or (is_full and own + 1 >= len(self._waiting.get(largest, ()))):
+        """Raise Overloaded if the tenant may not wait.
+
+        In a full queue, drop a call of the key that has most, and in it of the tenant that has most."""
+        key = key_of_tenant(tenant)
+        own_tenants = self._waiting.get(key, OrderedDict())
+        own = len(own_tenants.get(tenant, ()))
+        if own >= self._max_waiting_per_tenant:
             raise self._overload_error(own)
-        if is_full:
-            dropped = self._waiting[largest][-1]
-            self._remove_waiting(dropped)
-            if not dropped.result.done():
-                dropped.result.set_exception(self._overload_error(len(self._waiting[largest])))
+        if self.num_waiting < self._max_waiting:
+            return
+        largest_key, tenants = max(self._waiting.items(), key=lambda item: _count_calls(item[1]))
+        calls = max(tenants.values(), key=len)
+        if largest_key == key:
+            has_most = own + 1 >= len(calls)
+        else:
+            has_most = _count_calls(own_tenants) + 1 >= _count_calls(tenants)
+        if has_most:
+            raise self._overload_error(own)
+        dropped = calls[-1]
+        self._remove_waiting(dropped)
+        if not dropped.result.done():
+            dropped.result.set_exception(self._overload_error(len(calls)))
 
     def _overload_error(self, num_waiting: int) -> Overloaded:
         return Overloaded(
@@ -107,13 +122,14 @@ class FairThreads:
             running.add_done_callback(partial(self._finish, call))
 
     def _take_next(self) -> _Call | None:
-        for tenant, calls in self._waiting.items():
-            if self._num_running[tenant] < self._max_running_per_tenant:
-                call = calls.popleft()
-                self._waiting.move_to_end(tenant)
-                if not calls:
-                    del self._waiting[tenant]
-                return call
+        for key, tenants in self._waiting.items():
+            for tenant, calls in tenants.items():
+                if self._num_running[tenant] < self._max_running_per_tenant:
+                    call = calls[0]
+                    self._waiting.move_to_end(key)
+                    tenants.move_to_end(tenant)
+                    self._remove_waiting(call)
+                    return call
         return None
 
     def _finish(self, call: _Call, running: asyncio.Future[Any]) -> None:
@@ -130,11 +146,19 @@ class FairThreads:
         self._start_calls()
 
     def _remove_waiting(self, call: _Call) -> None:
-        calls = self._waiting.get(call.tenant)
+        key = key_of_tenant(call.tenant)
+        tenants = self._waiting.get(key, OrderedDict())
+        calls = tenants.get(call.tenant)
         if calls is not None and call in calls:
             calls.remove(call)
             if not calls:
-                del self._waiting[call.tenant]
+                del tenants[call.tenant]
+            if not tenants:
+                del self._waiting[key]
+
+
+def _count_calls(tenants: Mapping[str, deque[_Call]]) -> int:
+    return sum(map(len, tenants.values()))
 
 
 class FairWorkers(Generic[W]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 from emberline.core.errors import ClusterCallForbidden, RequestForbidden, Unauthorized, WrongClusterKey
 from emberline.core.fair_executor import current_client
-from emberline.core.tenants import TENANT_SALT_HEADER
+from emberline.core.tenants import TENANT_SALT_HEADER, make_tenant
 from emberline.core.tls import match_names
 from emberline.core.tls_config import TLSConfig
 from emberline.server.exchange import Exchange
@@ -29,10 +28,7 @@ def derive_tenant_id(exchange: Exchange, *, with_key: bool = True) -> str:
     otherwise clients may send any key, which is not part of the tenant."""
     key = _presented_key(exchange) if with_key else ""
     salt = exchange.header(TENANT_SALT_HEADER)
-    if not (key or salt):
-        return ""
-    identity = f"emberline tenant\0{key}\0{salt}" if salt else f"emberline tenant\0{key}"
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+    return make_tenant(key, salt) if key or salt else ""
 
 
 @dataclass(frozen=True, slots=True)
