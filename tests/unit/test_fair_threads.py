@@ -10,6 +10,7 @@ import pytest
 
 from emberline.core.errors import EngineUnavailable, Overloaded
 from emberline.core.fair_threads import FairThreads
+from emberline.core.tenants import make_tenant
 
 TIMEOUT_S = 20.0
 
@@ -139,3 +140,20 @@ def test_call_that_outlives_its_event_loop_delays_the_next_loop_only_until_it_en
     assert asyncio.run(asyncio.wait_for(pool.run("a", work.call, "2"), TIMEOUT_S)) == "2"
     assert work.started == ["1", "2"]
     pool.close()
+
+
+def test_key_gets_no_more_turns_by_splitting_itself_into_tenants() -> None:
+    split = [make_tenant("a", str(salt)) for salt in range(4)]
+
+    async def test(pool: FairThreads, work: Work) -> None:
+        tasks = [task for tenant in split for task in start(pool, work, tenant, tenant)]
+        tasks += start(pool, work, make_tenant("b", ""), "b1", "b2")
+        await settle()
+        tasks += start(pool, work, make_tenant("c", "x"), "c1")  # the queue is full: a call of key a is dropped
+        await settle()
+        assert isinstance(tasks[1].exception(), Overloaded)
+        work.may_end.set()
+        await asyncio.gather(*(each for each in tasks if each is not tasks[1]))
+        assert work.started == [split[0], split[2], "b1", "c1", split[3], "b2"]
+
+    run(test, max_waiting=5)

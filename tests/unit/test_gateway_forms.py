@@ -115,3 +115,16 @@ def test_ambiguous_forms_are_rejected(body: bytes) -> None:
 def test_ambiguous_boundaries_are_rejected(kind: str) -> None:
     with pytest.raises(InvalidRequest, match="boundary"):
         read_form_fields(MODEL + END, "multipart/form-data" + kind)
+
+
+@pytest.mark.parametrize("value", [b"1234abc", b"1" * 5000, b"-1", b"", "\uff11".encode()])
+def test_number_of_results_must_be_a_number(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="field n is"):
+        read_form_fields(MODEL + part(b'Content-Disposition: form-data; name="n"', value) + END, TYPE)
+
+
+@pytest.mark.parametrize("name", [b"model", b"n", b"stream"])
+def test_field_that_the_gateway_reads_comes_once(name: bytes) -> None:
+    field = part(b'Content-Disposition: form-data; name="' + name + b'"', b"1")
+    with pytest.raises(InvalidRequest, match="twice"):
+        read_form_fields(field + field + END, TYPE)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from hub_server import serve_repository, serving
 
-from emberline.core.errors import DownloadError, EmberlineError
-from emberline.worker.model_puller import PULL_COMMAND, ModelPuller
+from emberline.core.errors import DownloadError, EmberlineError, Overloaded
+from emberline.worker.model_puller import MAX_OPEN_PULLS, PULL_COMMAND, ModelPuller
 
 SAFETY_DEADLINE_S = 60.0
 
@@ -137,3 +137,23 @@ def test_full_disk_is_an_error_with_the_reason(tmp_path: Path) -> None:
 def _limit_file_size() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_number_of_downloads_is_limited() -> None:
+    puller = ModelPuller(child("say(completed=1, total=2); sys.stdin.read()"))
+
+    async def test() -> None:
+        first = [puller.pull(f"model{i}") for i in range(MAX_OPEN_PULLS)]
+        for each in first:
+            await anext(each)
+        with pytest.raises(Overloaded, match="model0b cannot be downloaded now: 4 downloads are running"):
+            await puller.pull_directory("model0b")
+        async with aclosing(puller.pull("model0")) as same:
+            await anext(same)  # shares the download of the first caller
+        await first.pop().aclose()
+        async with aclosing(puller.pull("model0b")) as other:
+            await anext(other)
+        for each in first:
+            await each.aclose()
+
+    run(test)

@@ -13,6 +13,7 @@ from emberline.net import request_response_cycle, server_connection, websocket
 from emberline.net.body_budget import BodyBudget
 from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
+from emberline.server.access import AccessPolicy, has_key
 from emberline.server.exchange import Exchange
 from emberline.server.route_table import reply_error
 
@@ -26,6 +27,8 @@ def head(key: str, size: int = SIZE, extra: str = "") -> bytes:
 async def read_and_answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
     exchange = Exchange(scope, receive, send)
     try:
+        if has_key(exchange):
+            AccessPolicy(api_keys=("a", "b")).check(exchange, "key")
         body = await exchange.read_body(1 << 20)
     except EmberlineError as e:
         await reply_error(exchange, e)
@@ -79,7 +82,8 @@ def test_unfinished_bodies_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> 
         first, second, third, other = [await client() for _ in range(4)]
         await begin(first, "a")
         await begin(second, "a")
-        third.send(head("a", extra="Expect: 100-continue\r\n"))
+        extra = "x-api-key: a\r\nExpect: 100-continue\r\n"
+        third.send(head("not-the-key-that-counts", extra=extra))  # unchecked headers give it no share of its own
         reply, body = await third.reply()
         assert reply.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in reply and b"body_share_full" in body
         await begin(other, "b")

@@ -13,6 +13,7 @@ import pytest
 from scripted_engine import Answer, WorkerHarness
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.tenants import make_tenant
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.response_store import ResponseStore
 
@@ -166,4 +167,16 @@ def test_oldest_responses_are_evicted() -> None:
         store.put("", {"id": str(at), "output": [], "text": "x" * 300}, [])
     kept = [at for at in range(20) if store.get("", str(at)) is not None]
     assert kept == list(range(20 - len(kept), 20)) and 3 <= len(kept) <= 6
+    store.close()
+
+
+def test_a_key_gets_no_larger_share_by_splitting_itself_into_tenants() -> None:
+    store = ResponseStore(None, max_bytes=4000)
+    response = {"output": [], "text": "x" * 300}
+    quiet = make_tenant("quiet", "")
+    for at in range(4):
+        store.put(quiet, {"id": str(at), **response}, [])
+    for at in range(50):
+        store.put(make_tenant("flood", str(at)), {"id": str(at), **response}, [])
+    assert all(store.get(quiet, str(at)) is not None for at in range(4))
     store.close()

@@ -4,7 +4,8 @@ Each kind of work has its own threads and its own bounded queue, so slow work of
 
     ids = await self._threads.run(tenant, tokenizer.encode, text)
 
-Threads take the waiting calls of the tenants in turn. A tenant never occupies all threads, if there are several.
+API keys take turns, and within a key its tenants: a client that splits its key into many tenants (see core/tenants.py)
+gets no more turns than others. A tenant never occupies all threads, if there are several.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from queue import LifoQueue, SimpleQueue
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded
+from emberline.core.tenants import key_of_tenant
 
 MAX_WAITING_PER_TENANT = 1024  # calls, as many requests as an engine lets wait by default
 MAX_WAITING = 4096
@@ -63,13 +65,14 @@ class FairThreads:
         self._threads: list[threading.Thread] = []  # daemons, so that a call that hangs does not keep the process alive
         self._started: SimpleQueue[_Call | None] = SimpleQueue()  # None ends a thread
         self._num_running: Counter[Tenant] = Counter()
-        self._waiting: OrderedDict[Tenant, deque[_Call]] = OrderedDict()  # the next tenant first
+        # By key and tenant; in both dicts the next one first.
+        self._waiting: OrderedDict[Tenant, OrderedDict[Tenant, deque[_Call]]] = OrderedDict()
         self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
         with self._lock:
-            return sum(map(len, self._waiting.values()))
+            return sum(map(_count_calls, self._waiting.values()))
 
     async def run(self, tenant: Tenant, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function in a thread and return its result.
@@ -81,7 +84,8 @@ class FairThreads:
             if self._is_closed:
                 raise _closed_error()
             self._make_room(tenant)
-            self._waiting.setdefault(tenant, deque()).append(call)
+            tenants = self._waiting.setdefault(_key_of(tenant), OrderedDict())
+            tenants.setdefault(tenant, deque()).append(call)
             self._start_calls()
         try:
             result: T = await asyncio.wrap_future(call.result)
@@ -93,23 +97,34 @@ class FairThreads:
         """Let the waiting calls and later ones fail; do not wait for running ones."""
         with self._lock:
             self._is_closed = True
-            for call in [call for calls in self._waiting.values() for call in calls]:
+            for call in [call for tenants in self._waiting.values() for calls in tenants.values() for call in calls]:
                 self._remove_waiting(call)
                 call.fail(_closed_error())
             for _ in self._threads:
                 self._started.put(None)
 
     def _make_room(self, tenant: Tenant) -> None:
-        """Raise Overloaded if the tenant may not wait. In a full queue, drop a call of the tenant that has most."""
-        own = len(self._waiting.get(tenant, ()))
-        is_full = self.num_waiting >= self._max_waiting
-        largest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
-        if own >= self._max_waiting_per_tenant or (is_full and own + 1 >= len(self._waiting.get(largest, ()))):
+        """Raise Overloaded if the tenant may not wait.
+
+        In a full queue, drop a call of the key that has most, and in it of the tenant that has most."""
+        key = _key_of(tenant)
+        own_tenants = self._waiting.get(key, OrderedDict())
+        own = len(own_tenants.get(tenant, ()))
+        if own >= self._max_waiting_per_tenant:
             raise self._overload_error(own)
-        if is_full:
-            dropped = self._waiting[largest][-1]
-            self._remove_waiting(dropped)
-            dropped.fail(self._overload_error(len(self._waiting[largest])))
+        if self.num_waiting < self._max_waiting:
+            return
+        largest_key, tenants = max(self._waiting.items(), key=lambda item: _count_calls(item[1]))
+        calls = max(tenants.values(), key=len)
+        if largest_key == key:
+            has_most = own + 1 >= len(calls)
+        else:
+            has_most = _count_calls(own_tenants) + 1 >= _count_calls(tenants)
+        if has_most:
+            raise self._overload_error(own)
+        dropped = calls[-1]
+        self._remove_waiting(dropped)
+        dropped.fail(self._overload_error(len(calls)))
 
     def _overload_error(self, num_waiting: int) -> Overloaded:
         return Overloaded(
@@ -126,12 +141,14 @@ class FairThreads:
                 self._threads[-1].start()
 
     def _take_next(self) -> _Call | None:
-        for tenant, calls in self._waiting.items():
-            if self._num_running[tenant] < self._max_running_per_tenant:
-                self._waiting.move_to_end(tenant)
-                call = calls[0]
-                self._remove_waiting(call)
-                return call
+        for key, tenants in self._waiting.items():
+            for tenant, calls in tenants.items():
+                if self._num_running[tenant] < self._max_running_per_tenant:
+                    call = calls[0]
+                    self._waiting.move_to_end(key)
+                    tenants.move_to_end(tenant)
+                    self._remove_waiting(call)
+                    return call
         return None
 
     def _run_started(self) -> None:
@@ -150,11 +167,23 @@ class FairThreads:
 
     def _remove_waiting(self, call: _Call) -> None:
         with self._lock:
-            calls = self._waiting.get(call.tenant)
+            key = _key_of(call.tenant)
+            tenants = self._waiting.get(key, OrderedDict())
+            calls = tenants.get(call.tenant)
             if calls is not None and call in calls:
                 calls.remove(call)
                 if not calls:
-                    del self._waiting[call.tenant]
+                    del tenants[call.tenant]
+                if not tenants:
+                    del self._waiting[key]
+
+
+def _key_of(tenant: Tenant) -> Tenant:
+    return key_of_tenant(tenant) if isinstance(tenant, str) else tenant
+
+
+def _count_calls(tenants: Mapping[Tenant, deque[_Call]]) -> int:
+    return sum(map(len, tenants.values()))
 
 
 def _closed_error() -> EngineUnavailable:

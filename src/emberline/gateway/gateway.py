@@ -16,6 +16,7 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
+from emberline.core.fair_threads import current_client
 from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.core.body_summary import summarize_body
 from emberline.gateway.core.forms import is_form, read_form_fields
@@ -312,7 +313,9 @@ class Gateway:
         forwarded = dict(headers)
         for name in (*removed, *(CREDENTIAL_HEADERS if target.kind == "plain" else ())):
             forwarded.pop(name, None)
-        return identity or ANONYMOUS, forwarded
+        identity = identity or ANONYMOUS
+        current_client.set(identity.key_id.encode())
+        return identity, forwarded
 
     async def _set_destination(self, request: GatewayRequest, target: RequestTarget) -> None:
         """Set the request's provider, model and dialect from the path, or from the body's model or steps."""

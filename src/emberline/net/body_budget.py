@@ -6,8 +6,6 @@ client that sends many large bodies at once cannot keep other clients out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from emberline.core.errors import BodyMemoryFull, BodyShareFull
 from emberline.core.fair_threads import current_client
 
@@ -15,8 +13,6 @@ TOTAL_BODY_BYTES = 512 << 20
 MIN_TOTAL_BODY_BYTES = 64 << 20
 MEMORY_SHARE = 4  # the budget is at most one of so many parts of the memory that is free at the start
 UNCOUNTED_BODY_BYTES = 1 << 16  # of each body; every connection may buffer that much anyway
-# The headers of API keys. Requests without any are of the client with their network address.
-_KEY_HEADERS = (b"authorization", b"x-api-key", b"cf-aig-authorization", b"x-goog-api-key")
 
 
 class BodyBudget:
@@ -55,12 +51,12 @@ class BodyBudget:
 class BodyReservation:
     """The part of the budget that one body has reserved: its declared length, or what has arrived of it."""
 
-    __slots__ = ("_address", "_arrived", "_budget", "_client", "_headers", "_reserved")
+    __slots__ = ("_address", "_arrived", "_budget", "_client", "_reserved")
 
-    def __init__(self, budget: BodyBudget, headers: Mapping[bytes, bytes], address: str) -> None:
-        """`headers` and `address` of the request tell whose share the body uses."""
+    def __init__(self, budget: BodyBudget, address: str) -> None:
+        """`address`: of the client, which is charged unless the request's key was checked (`current_client`)."""
         self._budget = budget
-        self._headers, self._address = headers, address
+        self._address = address.encode() or b"unknown"
         self._client = b""  # known once something is reserved: most bodies are too small for that
         self._reserved = self._arrived = 0
 
@@ -68,7 +64,7 @@ class BodyReservation:
         """Reserve memory for a body of `size` bytes. Raises BodyMemoryFull."""
         if size > max(self._reserved, UNCOUNTED_BODY_BYTES):
             if not self._client:
-                self._client = identify_client(self._headers, self._address)
+                self._client = current_client.get() or self._address
                 current_client.set(self._client)  # large work for this request takes turns with other clients'
             self._budget.reserve(self._client, size - self._reserved)
             self._reserved = size
@@ -83,11 +79,6 @@ class BodyReservation:
         if self._reserved:
             self._budget.release(self._client, self._reserved)
         self._reserved = self._arrived = 0
-
-
-def identify_client(headers: Mapping[bytes, bytes], address: str) -> bytes:
-    """Return what tells the clients of a server apart: their key, or their network address."""
-    return next((headers[name] for name in _KEY_HEADERS if headers.get(name)), address.encode() or b"unknown")
 
 
 body_budget = BodyBudget()  # the one instance of this process

@@ -279,7 +279,7 @@ class HTTPServerConnection(asyncio.Protocol):
         expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         scope = self._make_scope("http", parser.get_method().decode("ascii"), version)
         declared_bytes = int(headers.get(b"content-length", 0))
-        reservation = BodyReservation(body_budget, headers, self._client[0])
+        reservation = BodyReservation(body_budget, self._client[0])
         cycle = RequestResponseCycle(
             self, self._state, scope, keep_alive, expects_continue, declared_bytes, reservation
         )

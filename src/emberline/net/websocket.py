@@ -50,7 +50,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._frames: list[bytes] = []  # of an incomplete message
-        self._reservation = BodyReservation(body_budget, dict(scope["headers"]), scope["client"][0])
+        self._reservation = BodyReservation(body_budget, scope["client"][0])
         self._is_text = True  # the incomplete message is text
         self._writable = asyncio.Event()
         self._writable.set()

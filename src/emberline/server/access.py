@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from emberline.core.errors import ClusterCallForbidden, RequestForbidden, Unauthorized, WrongClusterKey
-from emberline.core.tenants import TENANT_SALT_HEADER
+from emberline.core.fair_threads import current_client
+from emberline.core.tenants import TENANT_SALT_HEADER, make_tenant
 from emberline.core.tls import match_names
 from emberline.core.tls_config import TLSConfig
 from emberline.server.exchange import Exchange
@@ -28,10 +28,7 @@ def derive_tenant_id(exchange: Exchange, *, with_key: bool = True) -> str:
     otherwise clients may send any key, which is not part of the tenant."""
     key = _presented_key(exchange) if with_key else ""
     salt = exchange.header(TENANT_SALT_HEADER)
-    if not (key or salt):
-        return ""
-    identity = f"emberline tenant\0{key}\0{salt}" if salt else f"emberline tenant\0{key}"
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+    return make_tenant(key, salt) if key or salt else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,11 @@ class AccessPolicy:
 
     def _check_client(self, exchange: Exchange, *, accepts_cluster_key: bool) -> None:
         if _matches_any_key(_presented_key(exchange), (*self.api_keys, *self.admin_keys)):
+            current_client.set(_presented_key(exchange).encode())
             return
         if _matches_any_key(exchange.header(CLUSTER_KEY_HEADER), self.cluster_keys):
             self._check_peer_certificate(exchange)
+            current_client.set(_presented_key(exchange).encode())  # which the router has checked
             return
         # A program that reads metrics, such as Prometheus, needs no certificate unless every connection needs one.
         if accepts_cluster_key and _matches_any_key(_presented_key(exchange), self.cluster_keys):

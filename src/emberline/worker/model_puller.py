@@ -13,10 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from emberline.core.errors import DownloadError, EmberlineError, ModelError
+from emberline.core.errors import DownloadError, EmberlineError, ModelError, Overloaded
 from emberline.hub.pull_process import PullReport
 
 PULL_COMMAND = (sys.executable, "-m", "emberline.hub.pull_process")
+MAX_OPEN_PULLS = 4  # each has a process
+BUSY_RETRY_S = 30
 SILENCE_TIMEOUT_S = 300.0  # without progress: a stalled network, or a file whose hash takes too long
 
 
@@ -36,11 +38,16 @@ class ModelPuller:
     async def pull(self, source: str) -> AsyncGenerator[PullReport, None]:
         """Download a model if it is not in the cache. Yield the progress, and the report with the directory last.
 
-        Raises ModelError or DownloadError. Closing the generator ends the download, unless another caller waits for
-        the same model.
+        Raises ModelError, DownloadError, or Overloaded if too many models are downloaded. Closing the generator
+        ends the download, unless another caller waits for the same model.
         """
         shared = self._open.get(source)
         if shared is None:
+            if len(self._open) >= MAX_OPEN_PULLS:
+                raise Overloaded(
+                    f"{source} cannot be downloaded now: {MAX_OPEN_PULLS} downloads are running",
+                    retry_after=BUSY_RETRY_S,
+                )
             shared = self._open[source] = _SharedPull(source, self._command, self._silence_timeout_s)
         shared.num_callers += 1
         try:

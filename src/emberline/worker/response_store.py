@@ -1,8 +1,9 @@
 """ResponseStore: the responses of the Responses API in an SQLite file, for later requests that refer to them.
 
 A response belongs to the tenant (API key) that requested it. When the file's content exceeds the size limit, the oldest
-responses of the tenant with the most bytes are deleted. So a tenant never loses responses because of other tenants as
-long as its own fit into an equal share of the limit. Several workers on one machine may share a file.
+responses of the API key with the most bytes are deleted, in it those of the tenant with the most. So a key never loses
+responses because of other keys as long as its own fit into an equal share of the limit. Several workers on one machine
+may share a file.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ CREATE TABLE IF NOT EXISTS responses (
 CREATE INDEX IF NOT EXISTS responses_by_tenant ON responses (tenant, created, size);
 DROP INDEX IF EXISTS responses_by_age;
 """
-_DELETE_OLDEST_OF_LARGEST_TENANT = """
+_KEY = "substr(tenant, 1, instr(tenant || '.', '.') - 1)"  # as key_of_tenant
+# Of the key with the most bytes, the tenant with the most bytes.
+_DELETE_OLDEST_OF_LARGEST_TENANT = f"""
 DELETE FROM responses WHERE rowid = (
     SELECT rowid FROM responses WHERE tenant = (
-        SELECT tenant FROM responses GROUP BY tenant ORDER BY sum(size) DESC, tenant LIMIT 1
+        SELECT tenant FROM responses WHERE {_KEY} = (
+            SELECT {_KEY} AS key FROM responses GROUP BY key ORDER BY sum(size) DESC, key LIMIT 1
+        ) GROUP BY tenant ORDER BY sum(size) DESC, tenant LIMIT 1
     ) ORDER BY created, rowid LIMIT 1
 ) RETURNING size
 """

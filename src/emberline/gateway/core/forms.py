@@ -23,6 +23,7 @@ _BOUNDARY_CHARS = re.compile(r"[0-9A-Za-z'()+_,./:=? -]+")
 _DISPOSITION = re.compile(rb'form-data;\s*name="([^"\\\r\n]*)"(?:;\s*filename\*?=[^\r\n]*)?', re.I)
 _SECOND_NAME = re.compile(rb";\s*name\*?\s*=", re.I)
 _COUNT = re.compile(r"[0-9]{1,9}")
+_READ_FIELDS = ("model", "stream", "n")  # that the gateway reads
 _HINT = "send the form as curl -F or a client library does"
 
 
@@ -59,8 +60,9 @@ def read_form(body: bytes, content_type: str) -> list[FormField]:
     if body[at + 2 :].strip(b"\r\n"):
         raise _form_error("bytes follow its end")
     names = [field.name for field in fields]
-    if names.count("model") > 1:
-        raise InvalidRequest("the form has the field model twice", param="model", hint="send the field once")
+    for name in _READ_FIELDS:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"the form has the field {name} twice", param=name, hint="send the field once")
     return fields
 
 
@@ -69,7 +71,7 @@ def read_form_fields(body: bytes, content_type: str) -> BodyFields:
     values = {
         field.name: body[field.start : field.end].decode("utf-8", "replace")
         for field in read_form(body, content_type)
-        if field.name in ("model", "stream", "n") and not field.is_file
+        if field.name in _READ_FIELDS and not field.is_file
     }
     fields = BodyFields(
         model=values.get("model"),

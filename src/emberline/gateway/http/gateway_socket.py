@@ -122,7 +122,7 @@ class GatewaySocket:
         """Start the request in a message, or send an error if the message is invalid."""
         id = ""
         client = self._scope.get("client") or ("",)
-        reservation = BodyReservation(body_budget, dict(self._scope.get("headers", ())), client[0])
+        reservation = BodyReservation(body_budget, client[0])
         try:
             reservation.reserve(len(message))
             id, body = await offload.run_inline_if_small(len(message), read_message, message)
