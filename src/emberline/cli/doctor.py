@@ -100,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
         *_check_gpus(gpus),
         *_check_kernels(),
         *_check_transports(gpu),
-        _check_embedder(),
-        *_check_model(args, gpus),
+        *_check_models(args, gpus),
     ]
     if args.json:
         print(json.dumps({"findings": [asdict(f) | {"subject": f.subject.strip()} for f in findings]}))
@@ -240,10 +239,15 @@ def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
     return DoctorFinding("transport cuda", "built in, for GPU workers on this machine that see each other's GPU")
 
 
-def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[DoctorFinding]:
+def _check_models(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[DoctorFinding]:
     if importlib.util.find_spec("numpy") is None:
         yield DoctorFinding("model", "not checked, because numpy is missing", None)
         return
+    yield _check_embedder()
+    yield from _check_model(args, gpus)
+
+
+def _check_model(args: argparse.Namespace, gpus: list[DetectedGPU]) -> Iterator[DoctorFinding]:
     from emberline.cli.doctor_memory import check_gpu_memory, check_gpus_of_ranks
     from emberline.hub.checkpoint import Checkpoint
     from emberline.hub.source import ModelNotPulled, resolve_model

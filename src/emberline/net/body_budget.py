@@ -7,7 +7,7 @@ client that sends many large bodies at once cannot keep other clients out.
 from __future__ import annotations
 
 from emberline.core.errors import BodyMemoryFull, BodyShareFull
-from emberline.core.fair_threads import current_client
+from emberline.core.fair_threads import Tenant, current_client
 
 TOTAL_BODY_BYTES = 512 << 20
 MIN_TOTAL_BODY_BYTES = 64 << 20
@@ -18,7 +18,7 @@ UNCOUNTED_BODY_BYTES = 1 << 16  # of each body; every connection may buffer that
 class BodyBudget:
     def __init__(self, total_bytes: int = TOTAL_BODY_BYTES) -> None:
         self._total = total_bytes
-        self._used_by_client: dict[bytes, int] = {}
+        self._used_by_client: dict[Tenant, int] = {}
         self.used_bytes = 0
         self.rejected_bodies = 0  # since the start
 
@@ -26,7 +26,7 @@ class BodyBudget:
         """Lower the budget so that it fits into the memory that is free when the server starts."""
         self._total = max(min(self._total, free_bytes // MEMORY_SHARE), MIN_TOTAL_BODY_BYTES)
 
-    def reserve(self, client: bytes, size: int) -> None:
+    def reserve(self, client: Tenant, size: int) -> None:
         """Reserve `size` bytes for a body of the client. Raises BodyMemoryFull if they exceed the client's share.
 
         A single body is always accepted: the server's setting max_body limits its size."""
@@ -39,7 +39,7 @@ class BodyBudget:
         self._used_by_client[client] = own + size
         self.used_bytes += size
 
-    def release(self, client: bytes, size: int) -> None:
+    def release(self, client: Tenant, size: int) -> None:
         self.used_bytes -= size
         left = self._used_by_client[client] - size
         if left:
@@ -57,7 +57,7 @@ class BodyReservation:
         """`address`: of the client, which is charged unless the request's key was checked (`current_client`)."""
         self._budget = budget
         self._address = address.encode() or b"unknown"
-        self._client = b""  # known once something is reserved: most bodies are too small for that
+        self._client: Tenant = b""  # known once something is reserved: most bodies are too small for that
         self._reserved = self._arrived = 0
 
     def reserve(self, size: int) -> None:

@@ -76,7 +76,7 @@ def read_form_fields(body: bytes, content_type: str) -> BodyFields:
     fields = BodyFields(
         model=values.get("model"),
         stream=values.get("stream", "").lower() in ("true", "1"),
-        n=_read_count(values["n"]) if values.get("n") else None,
+        n=_read_count(values["n"]) if "n" in values else None,
     )
     check_model_name(fields)
     return fields
