@@ -67,7 +67,8 @@ def test_gateway_refuses_unknown_paths_and_methods_before_the_body(gateway: Loca
     port = int(gateway.url.rpartition(":")[2])
     assert send_head(port, b"/nowhere").startswith(b"HTTP/1.1 404 ")
     assert send_head(port, b"/admin/nowhere").startswith(b"HTTP/1.1 404 ")
-    assert send_head(port, b"/v1/chat/completions", method=b"PUT").startswith(b"HTTP/1.1 405 ")
+    assert send_head(port, b"/v1/chat/completions", method=b"PUT").startswith(b"HTTP/1.1 401 ")
+    assert send_head(port, b"/v1/chat/completions", ADMIN, method=b"PUT").startswith(b"HTTP/1.1 405 ")
     assert send_head(port, b"/admin/accounts/default/gateways", method=b"PATCH").startswith(b"HTTP/1.1 405 ")
 
 
