@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEED_SERVER = {"chat_openai.py": "Paris", "structured.py": "inhabitants"}
+NEED_SERVER = {"chat_openai.py": "network", "structured.py": "inhabitants"}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))

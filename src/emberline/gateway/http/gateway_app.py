@@ -174,9 +174,12 @@ class GatewayApp:
     async def _send_error(self, exchange: Exchange, reply: GatewayReply) -> None:
         """Reply to a request whose body was not read."""
         assert isinstance(reply.body, bytes)
-        await self._record_rejection(exchange, reply.status, reply.error, reply.error_message)
         headers = dict(reply.headers)
-        await exchange.reply(reply.status, reply.body, headers.pop("content-type", DEFAULT_CONTENT_TYPE), headers)
+        try:
+            await self._record_rejection(exchange, reply.status, reply.error, reply.error_message)
+            await exchange.reply(reply.status, reply.body, headers.pop("content-type", DEFAULT_CONTENT_TYPE), headers)
+        finally:
+            await reply.close()
 
     async def _reject(self, exchange: Exchange, error: EmberlineError) -> None:
         await self._record_rejection(exchange, error.status, error.code, str(error))
