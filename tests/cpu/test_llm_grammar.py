@@ -139,7 +139,7 @@ def test_close_leaves_only_stored_blocks(directory: Path, tmp_path: Path) -> Non
     asked, before = ([*range(3, 60)], params("choice", '["yes"]')), {*threading.enumerate()}
     with LLM(directory, **settings) as first:
         assert first.generate(*asked, progress=False)[0].cached_tokens == 0
-        child = first._guard._child
+        child = first._guard._process._child
     first.close()
     assert child is not None and child.returncode is not None
     assert not [one for one in threading.enumerate() if one not in before and one.name.endswith("_loop")]

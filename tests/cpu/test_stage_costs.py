@@ -13,8 +13,9 @@ from rank_models import WRITERS
 from emberline.core.engine_config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
+from emberline.engine.admission import WaitingQueue
 from emberline.engine.boot import boot
-from emberline.engine.pacing import max_prompt_tokens
+from emberline.engine.pacing import PromptBacklog, max_prompt_tokens
 from emberline.engine.ranks import stage_costs
 from emberline.engine.ranks.layout import Layout
 from emberline.engine.ranks.stage_costs import ComponentCost, ModelCosts, RankMemory, choose_stages, measure_costs
@@ -83,7 +84,8 @@ def test_prompts_are_computed_in_smaller_steps_with_several_stages() -> None:
     def limit(max_batch_tokens: int, planned: int, num_stages: int, prompt_len: int) -> int:
         submission = Submission("r", [1] * prompt_len, SamplingParams(max_tokens=1))
         (request,) = RequestBuilder(1 << 20, 2, can_publish=False).build(submission, 0.0)
-        return max_prompt_tokens(max_batch_tokens, planned, num_stages, [request, None])
+        prompts = PromptBacklog([request], WaitingQueue(ageing_seconds=10.0), num_startable=0, now=0.0)
+        return max_prompt_tokens(max_batch_tokens, planned, num_stages, prompts)
 
     assert limit(512, 16, num_stages=1, prompt_len=2000) == 496
     assert [limit(512, 8, num_stages=2, prompt_len=n) for n in (9000, 400, 100)] == [128, 25, 16]

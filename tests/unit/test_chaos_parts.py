@@ -226,6 +226,7 @@ WALL = {
     "router/http/relay.py",  # the same
     "router/http/router_app.py",  # since when it runs
     "worker/engine_app.py",
+    "worker/ollama_handler.py",  # when a model was loaded
     "worker/response_store.py",  # when a response was stored, which outlives a restart
     "tokens/template.py",  # the date that a prompt may tell
     "kv/tiers/disk.py",  # beside times of files, which are of the wall too

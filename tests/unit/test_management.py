@@ -13,6 +13,8 @@ from typing import Any, cast
 import pytest
 from scripted_engine import Answer, WorkerHarness
 
+from emberline.core.config import ServerConfig
+from emberline.core.engine_config import EngineConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, RequestForbidden, Unauthorized
 from emberline.hub.pull_process import PullReport
 from emberline.server.access import AccessPolicy
@@ -21,6 +23,7 @@ from emberline.worker import memory_check
 from emberline.worker.catalog import LoadedModel
 from emberline.worker.engine_app import EngineApp
 from emberline.worker.management_handler import ManagementHandler
+from emberline.worker.model_loader import ModelLoader
 from emberline.worker.model_manager import ModelManager
 from emberline.worker.model_puller import ModelPuller
 
@@ -231,3 +234,9 @@ def test_model_larger_than_the_memory_is_not_loaded(tmp_path: Path, monkeypatch:
     for text in ("MemAvailable: 9000000 kB\n", "other"):
         meminfo.write_text(text)
         memory_check.check_available_memory("m", tmp_path)
+
+
+def test_loader_drops_the_kv_store_of_the_first_model_with_its_address() -> None:
+    """Without the store, an address for it is an invalid setting, which ended workers with a store at their start."""
+    engine = EngineConfig.build("m", kv_store="mooncake://127.0.0.1:5", kv_mooncake_host="127.0.0.1")
+    assert ModelLoader(ServerConfig(), engine)._engine_config.network.kv_mooncake_host is None

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from emberline.core.config import ServerConfig
-from emberline.core.engine_config import EngineConfig, KVTierConfig, SpeculationConfig, TimeSharingConfig
+from emberline.core.engine_config import (
+    EngineConfig,
+    KVNetworkConfig,
+    KVTierConfig,
+    SpeculationConfig,
+    TimeSharingConfig,
+)
 from emberline.engine.async_engine import AsyncEngine
 from emberline.worker.assembly import assemble_model, load_tokenizer_and_template
 from emberline.worker.catalog import LoadedModel
@@ -18,7 +24,11 @@ class ModelLoader:
         """Options of the server that name files or formats of its first model do not apply to models loaded later."""
         self._config = replace(config, tool_style="auto", reasoning_style="auto", chat_template=None)
         self._engine_config = replace(
-            engine_config, speculation=SpeculationConfig(), tiers=KVTierConfig(), transfer=None
+            engine_config,
+            speculation=SpeculationConfig(),
+            tiers=KVTierConfig(),
+            network=KVNetworkConfig(),
+            transfer=None,
         )
 
     async def load(self, name: str, directory: Path) -> LoadedModel:

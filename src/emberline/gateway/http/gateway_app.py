@@ -244,6 +244,7 @@ class GatewayApp:
             return
         if (rejection := self._admin.find_rejection(exchange.method, exchange.path, identity)) is not None:
             status, error = rejection
+            await self._record_rejection(exchange, status, *_admin_error(status, error))
             await exchange.reply_json(error, status, {"cache-control": "no-store"})
             return
         body = await exchange.read_body(min(self._config.max_body, MAX_ADMIN_BODY_BYTES))
